@@ -1,7 +1,7 @@
 """Check a mixture-of-experts kernel before it may serve: `python -m spark_mxfp4.conformance my_kernel:Kernel`.
 
 Each case is one small layer, run as a server runs it: sizes padded to the kernel's alignments, weights through
-`prepare`, then `run`. The result is compared with a slow float32 computation of the format's own numbers.
+`prepare`, then `run`. The result is compared with a slow float32 computation on the same MXFP4 weights.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.mxfp4 import BLOCK
 
-# Rounding to bfloat16 gives 0.2 to 0.5 % (validate/facts/numerics_child.py has the same bound); a missing clamp 40 %.
+# Rounding to bfloat16 gives 0.2 to 0.5 % (validate/facts/numerics_child.py has the same bound), a missing clamp 40 %.
 TOLERANCE = 0.02
-SPREAD = 24.0  # of the inputs: gates and ups of these small layers then reach the activation's limit of 7
+SPREAD = 24.0  # inputs' standard deviation: gates and ups of these small layers reach the activation's limit of 7
 
 
 class Case(NamedTuple):
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     intermediate: int
     routing: str = "even"  # a kind of check.random_routing
     bias: bool = True
-    elsewhere: bool = False  # every other expert lives on another device
+    elsewhere: bool = False  # every second expert is on another device
     activation: Activation = GPT_OSS  # others only for kernels with `activations`
 
 
@@ -147,7 +147,7 @@ def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill what `torch.empty` returns with NaN, or the largest integer, while the context lasts."""
+    """Inside the context, fill tensors of `torch.empty` with NaN or the largest integer."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -158,7 +158,7 @@ def poisoned() -> Iterator[None]:
 
 
 def _padded(projection: Projection, rows: int, columns: int) -> Projection:
-    """Return a projection with zeros up to `rows` outputs and `columns` inputs, as vLLM's loader leaves them."""
+    """Return a projection padded with zeros to `rows` outputs and `columns` inputs, as by vLLM's loader."""
     weight, scales, bias = projection
 
     def grown(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -193,7 +193,7 @@ def _replayed(call: Callable[[], torch.Tensor], eager: torch.Tensor) -> str:
     """Capture a CUDA graph of `call`, replay it, and return how the result differs from the eager output."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # torch requires a warm-up on another than the default stream
+    with torch.cuda.stream(side):  # torch requires a warm-up on a stream that is not the default one
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -201,7 +201,7 @@ def _replayed(call: Callable[[], torch.Tensor], eager: torch.Tensor) -> str:
         with torch.cuda.graph(graph):
             captured = call()
     except RuntimeError as failure:
-        return f"a CUDA graph cannot hold it ({failure}); set cuda_graphs = False"
+        return f"a CUDA graph cannot capture it ({failure}); set cuda_graphs = False"
     captured.fill_(math.nan)  # an element that the replay does not write stays NaN
     graph.replay()
     torch.cuda.synchronize()

@@ -77,7 +77,7 @@ def moe_sorting(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tens
     """Sort the pairs of `topk_ids` (int [T, k]) by expert, tokens in order within each; offsets are i64 [E + 1].
 
     `expert_map` (int [global experts]) gives each expert's local number below `num_experts`, or -1 if it is on another
-    device. Negative ids select no expert. Shapes depend only on the arguments' shapes, so nothing waits for the device.
+    device. Negative ids select no expert. The host does not wait for the device: no shape depends on the ids.
     """
     ids = topk_ids.flatten().long()
     if expert_map is not None:
@@ -105,8 +105,8 @@ def moe(
 ) -> torch.Tensor:
     """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype.
 
-    `topk_ids` (int [T, k]) and `topk_weights` (float [T, k]) are the routing. Experts that are on another device by
-    `expert_map` (see `moe_sorting`) add nothing. Products have x's dtype, activation and sum are float32.
+    `topk_ids` (int [T, k]) and `topk_weights` (float [T, k]) are the routing. Experts that `expert_map` places on
+    another device add nothing (see `moe_sorting`). Products have x's dtype; activation and sum are float32.
     """
     pairs, offsets = moe_sorting(topk_ids, weights.down.weight.shape[0], expert_map)
     bounds = offsets.tolist()

@@ -11,7 +11,7 @@ import torch
 from spark_mxfp4.experts import ExpertWeights
 from spark_mxfp4.mxfp4 import BLOCK, quantize
 
-# A mixture of experts as a function: the arguments of `MoeKernel.run`.
+# A mixture of experts as a function with the arguments of `MoeKernel.run`.
 MoeFunction: TypeAlias = Callable[..., torch.Tensor]
 
 

@@ -43,7 +43,7 @@ def load(name: str | None = None) -> MoeKernel:
         return FunctionKernel(name, moe, cuda_graphs=False, activations=True)
     if name == "triton":
         try:
-            from spark_mxfp4.kernels.gpu import GpuKernel  # noqa: PLC0415 (Triton is not everywhere)
+            from spark_mxfp4.kernels.gpu import GpuKernel  # noqa: PLC0415 (Triton is optional)
         except ImportError as error:
             raise NotImplementedError(
                 f"kernel 'triton' cannot be used · {error} · install triton, or set {KERNEL_VARIABLE} to 'torch'"

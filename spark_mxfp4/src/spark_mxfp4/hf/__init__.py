@@ -3,13 +3,13 @@
 Importing this package also registers the experts implementation `spark_mxfp4` for `model.set_experts_implementation`.
 """
 
-RELEASE = "5.19"  # of transformers, whose classes ours derive from; pyproject.toml's extra `hf` has the same version
+RELEASE = "5.19"  # of transformers, whose classes we subclass; the extra `hf` in pyproject.toml has the same version
 
 try:
     import transformers
 
     if not transformers.__version__.startswith(f"{RELEASE}."):
-        raise ImportError(  # noqa: TRY301 (the sentence below has this one in it)
+        raise ImportError(  # noqa: TRY301 (the handler below includes this message)
             f"transformers {transformers.__version__} is installed, and it needs {RELEASE}"
         )
     from spark_mxfp4.hf.experts import PackedExperts

@@ -37,7 +37,7 @@ class ExpertSizes(NamedTuple):
 
 
 class PackedExperts(nn.Module):
-    """E experts in MXFP4: parameters have the names, shapes and bytes of a gpt-oss checkpoint.
+    """E experts in MXFP4; parameters have the names, shapes and bytes of a gpt-oss checkpoint.
 
     `gate_up_proj_blocks` u8 [E, 2I, H/32, 16], `gate_up_proj_scales` u8 [E, 2I, H/32], `gate_up_proj_bias` [E, 2I],
     and `down_proj_*` likewise with N = H and K = I. Gate and up rows are interleaved. For a kernel with another layout
@@ -74,7 +74,7 @@ class PackedExperts(nn.Module):
 
     @torch.compiler.disable
     def prepare(self) -> None:
-        """Convert the weights to the kernel's layout; if that is another, free the checkpoint's bytes."""
+        """Convert the weights to the kernel's layout; free the checkpoint's bytes if the layouts differ."""
         if self._ready is not None:
             return
         projections = (Projection(*(getattr(self, name + suffix).data for suffix in SUFFIXES)) for name in PROJECTIONS)
@@ -131,7 +131,7 @@ class PackedExperts(nn.Module):
 
 
 def check_activation(alpha: float, limit: float) -> None:
-    """Raise ValueError unless SwiGLU has gpt-oss' slope and clamp, which the kernels hold as constants."""
+    """Raise ValueError unless SwiGLU has gpt-oss' slope and clamp, which are constants in the kernels."""
     if (alpha, limit) != (SWIGLU_ALPHA, SWIGLU_LIMIT):
         raise ValueError(
             f"cannot run these experts · swiglu_alpha is {alpha} and swiglu_limit {limit}, the kernels know "
@@ -154,7 +154,7 @@ def prepare_padded(kernel: MoeKernel, weights: ExpertWeights, hidden: int, inter
 
 
 def restore_padded(kernel: MoeKernel, weights: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
-    """Undo `prepare_padded`: return the checkpoint's bytes again, contiguous."""
+    """Undo `prepare_padded`: return the checkpoint's bytes as contiguous tensors."""
     padded = kernel.restore(weights, *kernel.padded(hidden, intermediate))
     return ExpertWeights(_cut(padded.gate_up, 2 * intermediate, hidden), _cut(padded.down, hidden, intermediate))
 

@@ -30,7 +30,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """Return the weighted sum [T, H] of gpt-oss experts [E, K, N], computed by our kernel from their MXFP4 copy.
 
-    Raises ValueError for experts of another family, and NotImplementedError in training: rounding has no gradient.
+    Raises ValueError for experts of another family, and NotImplementedError in training, as rounding has no gradient.
     """
     if torch.is_grad_enabled() and experts.training and experts.gate_up_proj.requires_grad:
         raise NotImplementedError(
@@ -58,7 +58,7 @@ def _packed_copy(experts: Any) -> tuple[MoeKernel, ExpertWeights]:
 
 
 def _version(parameter: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place, which tensors made in inference mode do not count."""
+    """Return the number of in-place writes to a tensor; 0 for tensors of inference mode, which do not count them."""
     return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001 (torch has no other name for it)
 
 

@@ -44,11 +44,11 @@ def convert_and_replace(
     `kernel` is a name for `registry.load` (default: SPARK_MXFP4_KERNEL, else `triton` on CUDA and `torch` elsewhere),
     or a kernels hub with triton_kernels' interface: an imported package, or the path of its folder. A hub quantises and
     lays out weights by its own functions (`kernels.triton_hub`). With `device`, experts are quantised on that device,
-    one at a time, and then the rest of the model moves to it. At most one layer's experts exist twice. Experts that we
-    or transformers' stock kernels have packed already keep their bytes and change only kernel and device, so a second
-    call completes an interrupted call. Afterwards `save_pretrained` writes a stock MXFP4 checkpoint. Raises ValueError
-    before any change for another model type, a dense model, sizes that are no multiple of 32, offloaded weights or an
-    unknown kernel. Weights that are not finite raise ValueError at their layer.
+    one at a time, and then the rest of the model moves to it. At most one layer's experts are in memory twice. Experts
+    that are packed already, by us or for transformers' stock kernels, keep their bytes and change only kernel and
+    device, so a second call completes an interrupted one. Then `save_pretrained` writes a stock checkpoint. Raises
+    ValueError before any change for another model type, a dense model, sizes that are no multiple of 32, offloaded
+    weights or an unknown kernel. Weights that are not finite raise ValueError at their layer.
     """
     names = _layers(model)
     target = torch.device(device) if device is not None else next(model.get_submodule(names[0]).parameters()).device
@@ -191,7 +191,7 @@ def _prepare(model: PreTrainedModel) -> None:
 
 
 def _from_stock(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
-    """Return the packed module for a layer with stock kernels, whose own layout converts the bytes back."""
+    """Return the packed module for a layer with stock kernels; their layout object restores the checkpoint's bytes."""
     sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
     packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
     for projection in PROJECTIONS:
@@ -206,7 +206,7 @@ def _from_stock(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.de
 
 
 def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
-    """Return the packed module for one layer; the peak is one dense expert above both."""
+    """Return the packed module for one layer; peak memory is both layers and one dense expert."""
     sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
     packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
     for projection in PROJECTIONS:

@@ -19,7 +19,7 @@ struct Routing {
   int32_t* tile_count;    // [1]
 };
 
-// Activations, to be reordered so that columns are in the order in which the first product reads them; see pair_at.
+// Arguments of the kernels that reorder the columns of activations for the first product; see pair_at.
 struct Ordering {
   const uint4* x;  // [tokens][vectors], eight columns per vector
   uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros after the last column; null: no reordering

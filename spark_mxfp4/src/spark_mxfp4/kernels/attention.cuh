@@ -2,14 +2,14 @@
 // token in the paged KV cache, computes softmax with sinks over the cached tokens, and reduces over the thread blocks
 // (splits) that share a sequence.
 //
-// A head has 64 dimensions. The up to eight query heads of a key head are the eight columns of mma.m16n8k16. Keys and
-// values go from global memory to registers and from there into the instruction, without shared memory. That is
-// possible because a sum over dimensions can take them in any order, and because values are transposed as 8 x 8 tiles
-// in registers.
+// A head has 64 dimensions. A key head has at most eight query heads; they are the columns of mma.m16n8k16. Keys and
+// values are loaded from global memory to registers and used there, without shared memory. No copy in shared memory is
+// needed, because a sum over dimensions can take them in any order and values are transposed in registers, as 8 x 8
+// tiles.
 //
 // In one step a warp processes 16 cached tokens. Before it computes, it loads the keys and values of its next step and
 // the block numbers of the step after that. The cached tokens of its first step are loaded before the preceding kernel
-// has ended: earlier decoding steps stored them. Sums are float32, probabilities bfloat16, as in FlashAttention.
+// has ended, because earlier decoding steps stored them. Sums are float32, probabilities bf16, as in FlashAttention.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -23,7 +23,7 @@ namespace spark {
 
 constexpr int ATTENTION_GROUP = 8, ATTENTION_WIDTH = 64;  // most query heads per key head, dimensions of a head
 constexpr int ATTENTION_ROWS = 16;                        // cached tokens of a warp's step
-// Floats of a partial result: sums [8 heads][64], maxima [8], totals [8].
+// Number of floats in a partial result: sums [8 heads][64], maxima [8], totals [8].
 constexpr int ATTENTION_PART = ATTENTION_GROUP * (ATTENTION_WIDTH + 2);
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) attend(const Attention
   if (active == 1) return;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0)  // the last block resets the counter to 0
+  if (threadIdx.x == 0)  // the counter wraps to 0 in the last block
     *is_last = atomicInc(a.tickets + blockIdx.y, active - 1) == unsigned(active - 1);
   __syncthreads();
   if (*is_last == 0) return;
@@ -271,11 +271,11 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) attend(const Attention
            i);
 }
 
-// For tokens of prompts, one block per token: rotates the query, and stores rotated keys and values in the cache.
+// For tokens of prompts, one block per token: rotates the query, and stores the rotated key and the value in the cache.
 __global__ void __launch_bounds__(256) rotate_and_store(const Rotation r) {
   const int token = blockIdx.x;
   let_next_kernel_start();
-  int low = 0, high = r.sequences;  // binary search for the token's sequence: the last that starts at or before it
+  int low = 0, high = r.sequences;  // binary search for the token's sequence: the last with start <= token
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (r.starts[middle] <= token ? low : high) = middle;

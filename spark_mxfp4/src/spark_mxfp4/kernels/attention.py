@@ -74,7 +74,7 @@ def device_fits(device: torch.device) -> bool:
 def splits(tokens: int, key_heads: int, window: int, processors: int) -> int:
     """Return how many thread blocks share a sequence and key head.
 
-    The number fills `processors` multiprocessors, but is at most MOST_SPLITS, and one per ROWS · WARPS window tokens.
+    The blocks fill `processors` multiprocessors. The most is MOST_SPLITS, or one per ROWS · WARPS tokens of a window.
     """
     most = -(-window // (ROWS * WARPS)) if window else MOST_SPLITS
     return max(1, min(most, processors // (tokens * key_heads)))
@@ -112,9 +112,9 @@ def attend(
 ) -> None:
     """Store one new token per sequence in the cache, and write its attention to bf16 `output` [T, query heads, 64].
 
-    `shared_by` overrides the number of splits, and `least` the steps of 16 tokens per split. The function does not
-    wait for the device, so a CUDA graph can capture it. Raises ValueError, with the tensor's name, for tensors that
-    the kernel does not support, and NotImplementedError where it cannot run.
+    `shared_by` overrides the number of splits; `least` is the minimum of 16-token steps per split. The function does
+    not wait for the device, so a CUDA graph can capture it. Raises ValueError, with the tensor's name, for tensors that
+    the kernel does not support, and NotImplementedError if it cannot run on the device.
     """
     query, key, value = new
     _refuse(new, cache, query.shape[0])

@@ -1,8 +1,8 @@
-"""The mixture of experts in Triton, for any GPU that Triton knows; the kernel on compute capability 12.x.
+"""The mixture of experts in Triton, for any GPU that Triton supports.
 
 Weights keep the checkpoint's layout. They are the left operand of each product and are expanded in registers to bf16.
 For many tokens on compute capability 12.x they are expanded to E4M3 with their E8M0 scales, for the block-scaled matrix
-instruction (W4A8-MX; activations are then quantised to MXFP8). Both hold E2M1 exactly.
+instruction (W4A8-MX; activations are then quantised to MXFP8). bf16 and E4M3 both represent E2M1 exactly.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def multiply(
     tiles: Tiles,
     activation: Activation | None = None,
 ) -> None:
-    """Write one grouped product to `out` [pairs, ·]. With `activation` it is the first, and rows of x are tokens."""
+    """Write one grouped product to `out` [pairs, ·]. `activation` marks the first product, whose `x` is [tokens, ·]."""
     weight, scales, bias = projection
     rows, columns = weight.shape[1], 2 * weight.shape[2]
     x_scales = x
@@ -108,7 +108,7 @@ def choose(device: str, pairs: int, experts: int) -> Tiles:
     """Return the tuned tiles for `pairs` among `experts` on the GPU of that name, adapted to this Triton version."""
     tiles = Tiles(**tuning.tiles(device, pairs, experts))
     if tiles.scaled and tuple(map(int, triton.__version__.split(".")[:2])) < SCALED_SINCE:
-        return tiles._replace(scaled=False, columns=tiles.columns // 2)  # its elements take two bytes instead of one
+        return tiles._replace(scaled=False, columns=tiles.columns // 2)  # bf16 elements take two bytes, not one
     return tiles
 
 

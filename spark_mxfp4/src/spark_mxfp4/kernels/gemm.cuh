@@ -3,12 +3,12 @@
 //
 // The kernel is persistent: a thread block computes one tile after another. A tile is 64·ROW_GROUPS weight rows by up
 // to TOKENS tokens of one expert, over all columns. A producer warp copies weights and activations into a ring buffer
-// of STAGES stages. From each stage a consumer warpgroup takes STEP chunks of 64 x 64 weights, expands them, 16 bytes
-// per thread, and multiplies. Sums are float32; their order depends only on the shape.
+// of STAGES stages. From each stage a consumer warpgroup takes STEP chunks of 64 x 64 weights, expands them (16 bytes
+// per thread) and multiplies. Sums are float32, in an order that depends only on the shape.
 //
 // Weights, and activations in planes, are loaded by bulk copies. Shapes with few tokens per tile gather the first
-// product's activations from the tokens' rows instead, 16 bytes per lane. That saves the kernel that writes planes, but
-// for many tokens it was slower.
+// product's activations from the tokens' rows instead, 16 bytes per lane. Gathering saves the kernel that writes
+// planes, but was slower for many tokens.
 #pragma once
 #include "gemm_load.cuh"
 #include "wgmma.cuh"
@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
   }
 }
 
-// Releases the tile's stages without reading them. For a warpgroup that has none of the tile's rows.
+// Releases the tile's stages without reading them, for a warpgroup that has no rows in the tile.
 template <class S>
 __device__ __forceinline__ void pass_tile(const Gemm& g, Ring<S>& ring) {
   for (int chunk = 0; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
@@ -100,9 +100,9 @@ __device__ __forceinline__ void pass_tile(const Gemm& g, Ring<S>& ring) {
 
 // The two functions below store the results. In a 16 x 8 block of sums a thread holds rows l/4 and l/4 + 8 of tokens
 // 2(l%4) and 2(l%4) + 1. A warp transposes four blocks of 8 x 8 through its buffer in shared memory, so that each lane
-// stores eight columns of one token, 16 bytes. In the first product rows 0-7 are gates and rows 8-15 their ups, so four
-// blocks are 8 columns of 32 tokens. In the second product they are 16 columns of 16 tokens. 16 columns are 32 bytes, a
-// whole sector of memory; a store of half a sector costs as much.
+// stores eight columns of one token, 16 bytes. In the first product rows 0-7 are gate rows and rows 8-15 the matching
+// up rows, so four blocks are 8 columns of 32 tokens. In the second product four blocks are 16 columns of 16 tokens.
+// 16 columns are 32 bytes, a whole sector of memory; a store of half a sector costs as much.
 template <int N>
 __device__ __forceinline__ void store_swiglu(const Gemm& g, const Tile& tile, int group, const float (&sum)[N / 2],
                                              const float (&bias)[2], uint8_t* staging) {
@@ -153,10 +153,10 @@ __device__ __forceinline__ void store_plain(const Gemm& g, const Tile& tile, int
   }
 }
 
-// Whether the warpgroups of a block store their results one after another. After the first such tile they reach the
-// ends of their tiles at different times, so the matrix units have work while a warpgroup stores. Because warpgroups
-// wait in that first tile, it pays only if a block has many tiles. A warpgroup must not reach its next turn before the
-// others have had this one, so a tile must have more stages than the ring.
+// Whether the warpgroups of a block store their results in turns. After the first such tile they reach the ends of
+// their tiles at different times, so the matrix units have work while a warpgroup stores. In the first tile warpgroups
+// wait for each other, so turns pay only if a block has many tiles. A warpgroup must not begin its next turn before the
+// others have ended their current one, so a tile must have more stages than the ring.
 template <class S>
 __device__ __forceinline__ bool take_turns(const Gemm& g, int tile_number) {
   constexpr int MANY_TILES = 4;  // per block
@@ -198,7 +198,7 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
 }
 
 // Calls `consume` with the width for this tile's number of tokens. The width of a matrix instruction is fixed at
-// compile time, so there is code for each.
+// compile time, so each width has its own code.
 template <class S, bool SWIGLU, int N>
 __device__ __forceinline__ void consume_width(const Gemm& g, Ring<S>& ring, const Tile& tile, uint8_t* staging,
                                               bool turns, int width) {
@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
     }
   } else {
     if constexpr (S::REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
-    // Consumers of the second product need not wait for the preceding kernel. Its results reach them only through the
-    // producer's copies, which wait; everything else that they read is older.
+    // Consumers of the second product need not wait for the preceding kernel. They get its results only through the
+    // producer's copies, and the producer waits; all other data that they read is older.
     if constexpr (SWIGLU) wait_for_previous_kernel();
     let_next_kernel_start();
     uint8_t* staging = base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16);

@@ -6,12 +6,12 @@
 namespace spark {
 
 // Gathers a tile's activations from the tokens' rows. The producer warp copies four rows at once, 16 bytes per lane.
-// All addresses are loaded in the constructor, so that `copy` waits for no load and copies can follow each other.
+// The constructor loads all token numbers, so that `copy` can issue its copies without waiting for loads.
 template <class S>
 struct GatheredRows {
   static constexpr int FOURS = S::TOKENS / 4;
   const uint8_t* x;
-  int width, row, from[FOURS];  // this lane's first row; where each of its rows begins in x, in units of 16 bytes
+  int width, row, from[FOURS];  // rows to copy; this lane's first row; offsets of its rows in x, in units of 16 bytes
   uint32_t to;
 
   __device__ GatheredRows(const Gemm& g, const Tile& tile) : x(g.x), width(matrix_tokens(tile.tokens.z)) {
@@ -19,7 +19,7 @@ struct GatheredRows {
     row = lane / 8;
     to = row * PLANE_BYTES + (vector ^ row) * 16;
 #pragma unroll
-    for (int j = 0; j < FOURS; ++j)  // past the tile's last row: the last row again; its sums are not stored
+    for (int j = 0; j < FOURS; ++j)  // past the tile's last row, repeats the last row; those sums are not stored
       from[j] = g.token_of_row[tile.tokens.y + min(j * 4 + row, tile.tokens.z - 1)] * g.chunks * 8 + vector;
   }
   __device__ void copy(const Ring<S>& ring, int chunk, int chunks) const {
@@ -40,8 +40,8 @@ __device__ __forceinline__ Tile later_tile(const Gemm& g, int index, int later, 
   return {g.tiles[wanted / row_blocks], wanted % row_blocks * S::ROW_GROUPS};
 }
 
-// The producer warp of the first product, for activations that it gathers. It loads the descriptions and token numbers
-// of the next tiles while it copies the current one. Otherwise no copies would be in flight during these loads.
+// The producer warp of the first product, for gathered activations. It loads the descriptions and token numbers of the
+// next tiles while it copies the current one, so that copies are in flight during these loads.
 template <class S>
 __device__ void produce_gathered(const Gemm& g, Ring<S> ring, int row_blocks) {
   const uint64_t once = leave_first();
@@ -68,14 +68,14 @@ __device__ void produce_gathered(const Gemm& g, Ring<S> ring, int row_blocks) {
 }
 
 // The producer thread, for activations in planes. In the second product the tiles are known before the preceding kernel
-// has ended, so it fills the ring with the first tile's weights before it waits for that kernel.
+// has ended, so the producer first fills the ring with the first tile's weights, then waits for that kernel.
 template <class S, bool SWIGLU>
 __device__ void produce_planes(const Gemm& g, Ring<S> ring, int row_blocks) {
   const uint64_t once = leave_first(), keep = leave_last();
   if constexpr (SWIGLU) wait_for_previous_kernel();
   const int tile_number = *g.tile_count * row_blocks;
   if (static_cast<int>(blockIdx.x) >= tile_number) {
-    wait_for_previous_kernel();  // also without a tile, see overlap.cuh
+    wait_for_previous_kernel();  // needed even without a tile, see overlap.cuh
     return;
   }
   const auto weights = [&](const Copies<S>& of, const Ring<S>& at, int chunk) {

@@ -1,7 +1,7 @@
-"""The kernel of `SPARK_MXFP4_KERNEL=triton`: the fastest that runs on this GPU, with its compiler and these weights.
+"""The kernel of `SPARK_MXFP4_KERNEL=triton`: the fastest one that the GPU and the weights allow.
 
-On compute capability 9.0 and 12.1 with nvcc this is the CUDA kernel of `hopper`, which has its own layout of weights.
-Everywhere else, and for layers with scales above 2^1, it is the Triton kernel, which takes the checkpoint's bytes.
+On compute capability 9.0 and 12.1, compiled or with nvcc, this is the CUDA kernel of `hopper`, which has its own layout
+of weights. Otherwise, and for layers with scales above 2^1, it is the Triton kernel, which takes checkpoint bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The mixture of experts in CUDA C++, for compute capability 9.0 (Hopper) and 12.1 (GB10).
 
-Up to 32 pairs of token and expert take one launch (layer.cuh). Somewhat more pairs take two launches, of which the
-first sorts them (rows.cuh). 12.1 has only these two ways. On 9.0 more tokens take four launches: sort, first product
-with bias and activation, second product with bias (gemm.cuh), weighted sum. For many tokens a fifth launch writes the
+Up to 32 pairs of token and expert take one launch (layer.cuh). More pairs take two launches; the first sorts them
+(rows.cuh). Compute capability 12.1 never takes more. On 9.0 larger batches take four launches: sort, first product with
+bias and activation, second product with bias (gemm.cuh), weighted sum. For many tokens a fifth launch writes the
 activations in the order of the sorted pairs. The host never waits for the device, so CUDA graphs can capture the
 launches. The same inputs give the same bits. `prepare` lays weights out once.
 """
@@ -27,8 +27,8 @@ ROW_MULTIPLE = 8  # each expert's rows in planes begin at a multiple of the swiz
 SLACK_ROWS = 256  # copies may read this many rows beyond the last: the widest tile
 MAX_EXPERTS, MAX_TOP_K = 512, 16
 FEW_PAIRS = 32  # the most pairs that layer.cuh sorts itself
-MOST_CHUNKS_OF_A_PART = 24  # of 64 columns each; with fewer, two parts cost more than they save
-VECTOR_BYTES = 16  # a thread's loads of x, and their alignment
+MOST_CHUNKS_OF_A_PART = 24  # of 64 columns each; dividing so few into two parts costs more than it saves
+VECTOR_BYTES = 16  # size and alignment of a thread's loads of x
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 FUNCTIONS = {
     "spark_sort": (POINTER, POINTER, INT, POINTER),
@@ -40,7 +40,7 @@ FUNCTIONS = {
 
 Routing, Ordering, Gemm, Input = map(extension.structure, ("Routing", "Ordering", "Gemm", "Input"))
 Layer = extension.structure("Layer", Gemm, Routing, Input)
-# Kernel shapes by number, for one product and for a whole layer; SMALL_LAYERS fit 12.1's shared memory.
+# Kernel shapes by number, for one product and for a whole layer; SMALL_LAYERS fit compute capability 12.1.
 GROUPED, SMALL_LAYERS = precompile.shapes("GROUPED"), precompile.shapes("SMALL_LAYERS")
 LAYERS = {**SMALL_LAYERS, **precompile.shapes("LARGE_LAYERS")}
 
@@ -226,9 +226,8 @@ def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], proces
     """Return a plan for `pairs` of token and expert on a GPU with `processors` multiprocessors.
 
     `second` is the second product's number of row tiles, and of chunks of 64 columns. A work item has three tiles if
-    each multiprocessor then gets one item, one tile if multiprocessors would otherwise be idle, else two. If there are
-    few items, each is split into two parts of the columns, if there are enough columns. Measured on an H200, see
-    performance.md.
+    each multiprocessor then gets one item, one tile if multiprocessors would otherwise be idle, else two. Few items are
+    divided into two parts of the columns if there are enough columns. Measured on an H200, see performance.md.
     """
     row_tiles, chunks = second
     items, deep = pairs * -(-first_row_tiles // 3), chunks > MOST_CHUNKS_OF_A_PART
@@ -315,7 +314,7 @@ class Routed:
     ) -> ctypes.Structure:
         """Return the kernels' arguments for a grouped product; only the first product has an activation.
 
-        `x` has planes. If the first product's shape gathers rows, `x` is instead the `ordered` that `sort` wrote.
+        `x` is in planes. If the first product's shape gathers rows, `x` is instead the `ordered` that `sort` wrote.
         """
         weight, _, bias = projection
         if bias is None:

@@ -1,6 +1,6 @@
 """Kernels from a local folder or a hub repository, through the optional package `kernels` (its version 0.17).
 
-A name is `FOLDER#attribute` or `OWNER/NAME@VERSION#attribute`; without `#attribute` it is `moe`. A folder begins with
+A name is `FOLDER#attribute` or `OWNER/NAME@VERSION#attribute`; the default attribute is `moe`. A folder begins with
 `/`, `./`, `../` or `~`. VERSION is the repository's version number, or a branch, tag or commit.
 """
 
@@ -66,7 +66,7 @@ def module(name: str) -> ModuleType:
     """
     source = parse(name)
     try:
-        import kernels  # noqa: PLC0415 (optional: most users have their kernels with this library)
+        import kernels  # noqa: PLC0415 (optional: most users need only the kernels of this library)
     except ImportError as error:
         raise ValueError(f"kernel {name!r} cannot be loaded · the package 'kernels' is missing · {INSTALL}") from error
     try:

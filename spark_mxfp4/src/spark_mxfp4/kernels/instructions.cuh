@@ -95,8 +95,8 @@ __device__ __forceinline__ uint64_t leave_last() {
   return policy;
 }
 
-// Tells ptxas that `value` is the same in all lanes of a warp. Without that, it may serialise the matrix instructions
-// that follow a branch on the value.
+// Tells ptxas that `value` is the same in all lanes of a warp. Otherwise ptxas may serialise the matrix instructions
+// after a branch on the value.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // Forces the values to be computed here, so that the compiler does not move their computation past the next fence.
@@ -106,7 +106,7 @@ __device__ __forceinline__ void pin(uint32_t (&a)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-// Loads data that other blocks may be storing. Each 32-bit word is either the old or the new one, never a mixture.
+// Loads data that other blocks may be storing. Each 32-bit word is either the old or the new value, never a mixture.
 __device__ __forceinline__ uint4 load_fresh(const void* from) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -114,8 +114,8 @@ __device__ __forceinline__ uint4 load_fresh(const void* from) {
   return v;
 }
 // A grid barrier like grid_group::sync, but with separate functions to arrive and to wait. One thread of each block of
-// a cooperative launch calls them. They use the driver's own barrier, because no other memory that all blocks can reach
-// is known to be zero when a kernel starts.
+// a cooperative launch calls them. They use the driver's barrier, because no other memory that all blocks share is
+// known to be zero when a kernel starts.
 __device__ __forceinline__ unsigned* grid_barrier() { return &cooperative_groups::details::get_grid_workspace()->barrier; }
 __device__ __forceinline__ unsigned arrive_at_grid() {
   const unsigned share = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;  // all shares together flip the top bit

@@ -1,5 +1,5 @@
-// The C interface of the kernels that compute a whole layer; hopper.py chooses the shape. With SPARK_SMALL, shapes that
-// need more shared memory than 12.1 has are left out.
+// The C interface of the kernels that compute a whole layer; hopper.py chooses the shape. SPARK_SMALL leaves out shapes
+// that need more shared memory than compute capability 12.1 has.
 #include "launch.cuh"
 #include "layer.cuh"
 

@@ -1,5 +1,5 @@
 // A persistent kernel that computes a whole layer for few tokens in one launch: both products and the weighted sum.
-// Weights stream without a pause.
+// It loads weights without a pause between the products.
 //
 // A work item is ROW_GROUPS groups of 64 weight rows by up to TOKENS tokens of one expert. It covers all columns in the
 // first product, and one of `parts` parts of the columns in the second (split-K). Blocks take items from a shared
@@ -10,10 +10,10 @@
 // The kernel uses bulk copies, mbarriers, mma.sync and a cooperative launch. It uses no clusters, no wgmma and no
 // setmaxnreg, so the same source is compiled for compute capability 9.0 and 12.1.
 //
-// Blocks exchange results through global memory, without flags. Every word of it holds the sentinel MISSING, which is
-// never a result, until a block stores the result there; other blocks poll for that. Parts are stored as float32 and
-// added at the end in a fixed order, so the sum does not depend on which block computed which part. The launch is
-// cooperative because blocks wait for each other.
+// Blocks exchange results through global memory, without flags. Each word of this memory holds the sentinel MISSING,
+// which is never a result, until a block stores the result there. Other blocks poll the word. Parts are stored as
+// float32 and added at the end in a fixed order, so the sum does not depend on which block computed which part. The
+// launch is cooperative because blocks wait for each other.
 #pragma once
 #include "layer_load.cuh"
 #include "overlap.cuh"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   const auto one_chunk = [&](uint32_t w_at, uint32_t x_at) {
     uint32_t words[4], factor[2];
     weights(w_at, words, factor);
-    if constexpr (EIGHTS == 1) {  // expand the weights of one step at a time, which takes fewer registers
+    if constexpr (EIGHTS == 1) {  // expand the weights of one step at a time, to use fewer registers
       uint32_t b[2][4];
       load_shared(b[0], x + x_at);
       load_shared(b[1], (x ^ 64) + x_at);
@@ -119,8 +119,8 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   }
 }
 
-// Adds the sums of the warpgroups that share rows, always in the same order. Returns true in the warpgroup that then
-// has the result.
+// Adds the sums of the warpgroups that share rows, always in the same order. Returns true in the warpgroup that holds
+// the result.
 template <class S>
 __device__ __forceinline__ bool combine(float (&sum)[S::TOKENS / 2], float* sums, int group, int split) {
   if constexpr (S::SPLIT > 1) {
@@ -220,8 +220,8 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
   }
 }
 
-// A block has GROUPS consumer warpgroups, one warp that sorts and whose first thread loads weights, and PRODUCER_WARPS
-// warps that load activations.
+// A block has GROUPS consumer warpgroups, one warp that sorts pairs (its first thread also loads weights), and
+// PRODUCER_WARPS warps that load activations.
 template <class S>
 constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + PRODUCER_WARPS<S> * 32;
 template <class S>

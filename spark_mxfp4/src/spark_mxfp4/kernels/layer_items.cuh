@@ -56,8 +56,8 @@ struct Item {
 };
 
 // The queue of a block's items. The producer of weights pushes; all other warps read. A slot is reused without a
-// barrier. That is safe: when the producer pushes an item, consumers have released all stages but those now in the
-// ring, each item has at least one stage, and the ring has fewer stages than the queue has slots.
+// barrier. Reuse is safe because each item has at least one stage and the ring has fewer stages than the queue has
+// slots: when the producer pushes an item, warps may still read only items with stages in the ring.
 constexpr int QUEUE = 8;
 struct Queue {
   Item items[QUEUE];

@@ -21,8 +21,8 @@ struct LayerRing : Ring<S> {
   __device__ uint32_t rows_full_bar() const { return rows_full + 8 * this->stage; }
 };
 
-// The producer of weights, one thread. It limits the number of stages in flight: enough to use the full memory
-// bandwidth, but not more, because all other memory accesses wait behind them.
+// The producer of weights, one thread. It keeps only as many stages in flight as the full memory bandwidth needs,
+// because all other memory accesses wait behind them.
 template <class S>
 struct Weights {
   static_assert(QUEUE > S::STAGES);
@@ -62,7 +62,7 @@ struct Weights {
       load(l);
       if (item.second) {
         // Take the next item only after consumers have released this item's first stage. Otherwise some blocks would
-        // take several items too early. If the item has more stages than the ring, load() has waited for that already.
+        // take several items too early. If the item has more stages than the ring, load() has already waited.
         const bool waited = item.end - item.begin > S::STAGES * S::CHUNKS;
         if (!waited) barrier_wait(ring.empty_bar(first.stage), first.parity);
       }
@@ -75,7 +75,7 @@ struct Weights {
   }
 };
 
-// A constant for `first`, so that the compiler knows that it is 0.
+// A value for `first` that the compiler knows to be 0.
 struct Zero {
   __device__ constexpr operator int() const { return 0; }
 };
@@ -132,9 +132,9 @@ struct Activations {
     }
     return __any_sync(~0u, any);
   }
-  // Stores the loaded stages to the ring. A row of 64 columns is eight vectors of 16 bytes. Vector v is read by the
-  // threads with l%4 = v%4. In even rows, vectors 0 to 3 are for the first two of the four steps and vectors 4 to 7 for
-  // the other two; in odd rows it is the other way round. So eight threads, which read two rows, access all banks.
+  // Stores the loaded stages to the ring. A row of 64 columns is eight vectors of 16 bytes. Lanes l with l%4 = v%4 read
+  // vector v. In even rows, vectors 0 to 3 are for the first two of the four steps and vectors 4 to 7 for the last two;
+  // in odd rows the two halves are swapped. So eight lanes, which read two rows, access all banks.
   __device__ __forceinline__ void store(LayerRing<S>& ring, int chunk, int end) const {
     const int n = threadIdx.x & 7;
     const uint32_t place = ring.x + first * PLANE_BYTES + (n >> 2) * 32 + (n & 1) * 8;
@@ -157,9 +157,9 @@ struct Activations {
   }
 };
 
-// Fills the memory for results that blocks exchange with the sentinel, resets the counter of items, and arrives at the
-// grid barrier; each block does a part. No block may read or store such results, or take an item from the counter,
-// before all blocks have arrived. `wait` waits for that and then completes the block's barrier `grid_ready`.
+// Stores the sentinel in this block's share of the memory for exchanged results (block 0 also resets the counter of
+// items), and arrives at the grid barrier. Until all blocks have arrived, no block may read or store such results, or
+// take an item from the counter. `wait` waits for all blocks, then completes the block's barrier `grid_ready`.
 struct GridBarrier {
   uint32_t grid_ready, phase;
   bool waiting = true;
@@ -200,11 +200,11 @@ __device__ __forceinline__ void load_item(const Layer& l, const Tiles& tiles, co
       activations.template load<false, false>(chunk);
     }
     activations.store(ring, chunk, item.end);
-    wait_for_grid();  // after the first stages: the ring is empty, so storing them does not block
+    wait_for_grid();  // not earlier, because the ring is empty: the first stages are stored without waiting
   }
 }
 
-// For rows without a token. No result depends on their contents, so this only arrives at the barriers.
+// Arrives at the barriers without loading, for rows without a token. No result depends on their contents.
 template <class S>
 __device__ __forceinline__ void load_nothing(const Item& item, LayerRing<S>& ring) {
   for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {

@@ -1,10 +1,10 @@
 """The Hopper kernel's byte order of MXFP4 weights, applied once at load and reversible.
 
 64 rows by 64 columns are one chunk of 2176 bytes. Its first 2048 bytes give each of 128 threads 16 bytes: four words,
-one for each step of the matrix instruction. A word's eight nibbles are the thread's A fragment (PTX ISA, wgmma m64k16:
-rows l/4 and l/4 + 8 of its warp's 16; positions p = 2(l%4), p + 1, p + 8 and p + 9). We may assign columns to positions
-in any order that the activations share: threads with l%4 below 2 get columns 0-31 of the chunk and the others 32-63, so
-that a thread needs one scale a row. Bits are ordered so that few shifts and masks move them to the sign, exponent and
+one for each step of the matrix instruction. A word's eight nibbles are the A fragment of lane l (wgmma m64k16 in the
+PTX ISA): rows l/4 and l/4 + 8 of its warp's 16, positions p = 2(l%4), p + 1, p + 8 and p + 9. The columns may have any
+order that the activations share. Lanes with l%4 below 2 get columns 0-31 of the chunk and the others 32-63, so
+that a lane needs one scale a row. Bits are ordered so that few shifts and masks move them to the sign, exponent and
 mantissa of bf16. The last 128 bytes are scales: for each warp, l/4 and half of the columns, the scales of both rows.
 
 Gate and up rows, interleaved in gpt-oss, become alternating groups of eight gates and their eight ups, so that a thread
@@ -24,10 +24,10 @@ ROWS = COLUMNS = 64
 VALUE_BYTES = ROWS * COLUMNS // 2
 SCALE_BYTES = ROWS * COLUMNS // BLOCK
 CHUNK_BYTES = VALUE_BYTES + SCALE_BYTES
-# The bits of sign, exponent (two) and mantissa of a word's four pairs, in the low half; format.cuh's expand_word has
-# them.
+# The bits of sign, exponent (two) and mantissa of a word's four pairs, in the low half. expand_word in format.cuh reads
+# the same bits.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
-BATCHES = 64  # per layer: enough work for a GPU at once, and temporary tensors of a twentieth of the layer
+BATCHES = 64  # per layer: a batch occupies a GPU, and its temporary tensors are a twentieth of the layer
 FACTOR_BIAS = 126  # a scale byte s is stored as s + 126, the exponent of bf16's 2^(s - 1)
 WIDEST = 128  # above this bf16 cannot hold 2^(s - 1); at 128 weights are up to 12
 
@@ -55,7 +55,7 @@ def pack_projection(projection: Projection, *, paired: bool) -> Projection:
 
     The result has weight u8 [E, row tiles, chunks, 2176], no scales (they are inside) and bias float32
     [E, row tiles · 64], zeros if there was none. `paired` means that gate and up rows are interleaved; then the number
-    of row tiles is even. A few experts are packed at a time, which limits the peak of memory.
+    of row tiles is even. A few experts are packed at a time, to limit peak memory.
     Raises ValueError for dense weights, shapes that are not MXFP4, and scales that do not fit.
     """
     weight, scales, bias = projection

@@ -1,12 +1,13 @@
-// Dense products of weights in 4 or 8 bits and few tokens, as fast as memory is read: out[m][n] = Σ x[m][k] · w[n][k].
+// Dense products of 4-bit or 8-bit weights and few tokens, at the speed of memory: out[m][n] = Σ x[m][k] · w[n][k].
 //
-// A thread block computes tiles of 16 rows one after another. Its warps share the columns of a tile, CPW chunks of 64
-// each, and keep their part of the activations in registers throughout (Columns; Rows, for many rows, is described
-// below). Each warp has its own ring buffer of DEPTH tiles and copies the weights that it will expand into it
-// (cp.async), so only the final sum over the warps needs a barrier of the block. Expanded weights are the left operand
-// of mma.m16n8k16. The first tiles are loaded before the preceding kernel has ended, because weights do not depend on
-// it. All instructions exist on compute capability 9.0 and 12.1, so both use the same source. Sums are float32, in an
-// order that depends only on the variant.
+// The variants Columns: a thread block computes tiles of 16 rows one after another. Its warps share the columns of a
+// tile, CPW chunks of 64 each, and keep their part of the activations in registers. Each warp has its own ring buffer
+// of DEPTH tiles, which it fills (cp.async) with the weights that it expands, so only the final sum over the warps
+// needs a barrier of the block. The variants Rows, for many rows, are described below.
+//
+// Expanded weights are the left operand of mma.m16n8k16. The first tiles are loaded before the preceding kernel has
+// ended, because weights do not depend on it. All instructions exist on compute capability 9.0 and 12.1, so both use
+// the same source. Sums are float32, in an order that depends only on the variant.
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
 
@@ -91,7 +92,8 @@ __device__ __forceinline__ void expand(const uint8_t* chunk, int lane, const uin
 }
 
 // For many rows: each warp has its own tiles, R at a time. The block's activations are in shared memory, in the order
-// of B fragments; only storing them there takes a barrier. A stage of the ring has STEP chunks of each of the R tiles.
+// of B fragments; only the store of activations needs a barrier. A stage of the ring has STEP chunks of each of the R
+// tiles.
 template <int NT_, int R_, int WARPS_, int STEP_, int DEPTH_, int RESIDENT_>
 struct Rows {
   static constexpr bool BY_ROWS = true;
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_columns(con
           }
         }
       }
-      __syncwarp();  // lanes read bytes that other lanes copy: all must be done before the next copies
+      __syncwarp();  // lanes read bytes that other lanes copied; all must finish reading before the next copies
       fetch(tile_of(turn + r + DEPTH), slot);
       if (++slot == DEPTH) slot = 0;
 #pragma unroll
@@ -379,7 +381,7 @@ using Variants = Table<FORMAT,
   Rows<4, 1, 16, 1, 4, 1>,           // 14
   Rows<4, 2, 8, 1, 2, 1>>;           // 15
 
-// Expands the weights to bf16 [rows][columns], for more tokens than the kernels above are made for, a chunk per warp.
+// Expands the weights to bf16 [rows][columns], one chunk per warp, for more tokens than the kernels above support.
 template <int FORMAT>
 __global__ void __launch_bounds__(256) expand_weight(const Linear p) {
   using C = Chunk<FORMAT>;

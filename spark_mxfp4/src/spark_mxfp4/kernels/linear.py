@@ -23,8 +23,8 @@ from spark_mxfp4.mxfp4 import BLOCK, E4M3_LARGEST, dequantize, dequantize_mxfp8,
 
 ROWS, COLUMNS = 16, 64  # of a chunk
 MOST_TOKENS = 64
-FEW_ROWS = 4096  # up to here, with two blocks on each of 132 multiprocessors, a block has at most one tile
-MANY_ROWS = 32_768  # from here on every warp has its own rows, as in an LM head
+FEW_ROWS = 4096  # most rows for which a block has at most one tile, with two blocks on each of 132 multiprocessors
+MANY_ROWS = 32_768  # from this number on, as in an LM head, every warp has its own rows
 ROWS_AT_ONCE = 8192  # quantised at once, a multiple of ROWS: a whole LM head would need gigabytes of temporary memory
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 FUNCTIONS = {
@@ -176,8 +176,8 @@ def run(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> to
     """Return bf16 `x` [M, K] times the transposed `weight`, plus `bias` (bf16 [N]): bf16 [M, N].
 
     Above 64 tokens the weight is expanded to bfloat16 for this one call. Sums are float32; the same inputs give the
-    same bits. Nothing waits for the device, so CUDA graphs can capture the call, and torch.compile sees one operator.
-    Raises ValueError for other dtypes and sizes, NotImplementedError where the kernels cannot run.
+    same bits. The host does not wait for the device, so CUDA graphs can capture the call; torch.compile sees one
+    operator. Raises ValueError for other dtypes and sizes, NotImplementedError if the kernels cannot run.
     """
     return product(x, weight.data, weight.row_scales, bias, int(weight.format), (weight.rows, weight.columns))
 

@@ -43,8 +43,8 @@ int spark_reduce(const void* output, const int32_t* row_of_pair, const float* sh
                   static_cast<cudaStream_t>(stream), static_cast<const uint4*>(output), row_of_pair, shares,
                   static_cast<uint4*>(result), tokens, top_k, vectors);
   };
-  // With few experts per token a thread has little to load, so it takes several tokens, provided that there are enough
-  // tokens for all multiprocessors.
+  // With few experts per token a thread has little to load. So it takes several tokens if there are enough tokens for
+  // all multiprocessors.
   if (tokens < MANY_TOKENS) return run(reduce<1, 4>, 1);
   return top_k > 4 ? run(reduce<1, 8>, 1) : top_k > 2 ? run(reduce<2, 4>, 2) : run(reduce<4, 2>, 4);
 }

@@ -39,7 +39,7 @@ def quantize(
     # The exponent field is floor(log2) + 127. Subnormals have the field 0 and get the lowest scale.
     scale = tl.maximum((largest >> 23) - 8, 0)
     finite = largest < 0x7F800000
-    # Divide by 2^(scale - 127) in two exact steps: 2^127 and the rest, which a float32 exponent holds.
+    # Divide by 2^(scale - 127): multiply by 2^(127 - scale), which is a normal float32 for every scale.
     factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
     scaled = tl.abs(x * factor)
     bits = tl.minimum(scaled, 448.0).to(tl.int32, bitcast=True)

@@ -7,8 +7,8 @@
 // stores its token's part in the other GPUs' inboxes and polls its own inbox for their parts. An inbox is a triple
 // buffer of bf16 [token][buffer][rank][columns], all zeros at first. A zero word means "not arrived", so a sender
 // replaces a pair of +0 by -0. Each launch uses the next of the three buffers and clears the buffer of the previous
-// launch. That is early enough: a GPU is at most one launch ahead of another, because it needs the other's part in each
-// launch. All parts are added in float32 in the order of the ranks, so that all GPUs get the same bits.
+// launch. Three buffers are enough: each launch needs the parts of all GPUs, so a GPU is at most one launch ahead of
+// another. All parts are added in float32 in the order of the ranks, so that all GPUs get the same bits.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n, 
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   if (lane == 0) shared[warp] = squares;
   __syncthreads();
-  if (REDUCES && threadIdx.x == 0) p.buffers[blockIdx.x] = (buffer + 1) % 3;  // all threads have read it
+  if (REDUCES && threadIdx.x == 0) p.buffers[blockIdx.x] = (buffer + 1) % 3;  // all threads have read the old one
   squares = lane < WARPS ? shared[lane] : 0;
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float factor = rsqrtf(squares / n.columns + n.epsilon);

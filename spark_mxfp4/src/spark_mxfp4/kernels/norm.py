@@ -13,7 +13,7 @@ import torch
 from spark_mxfp4.kernels import attention, extension
 
 MOST_COLUMNS = 384 * 8 * 4  # norm.cuh
-MOST_TOKENS = 64  # of a launch that adds the ranks' parts; for more tokens bandwidth limits, not latency
+MOST_TOKENS = 64  # of a launch that adds the ranks' parts; with more tokens bandwidth is the limit, not latency
 Norm, Peers = extension.structure("Norm"), extension.structure("Peers")
 
 

@@ -85,7 +85,7 @@ class Compiled:
     chosen: bool = True
 
     def problems(self) -> list[str]:
-        """Return the problem, or an empty text if there is none."""
+        """Return the problems; an empty list if there are none."""
         problems = []
         if self.wanted and not any(name.startswith(self.wanted) for name in self.matrix):
             problems.append(f"no {self.wanted}, but {', '.join(self.matrix) or 'no matrix instruction'}")

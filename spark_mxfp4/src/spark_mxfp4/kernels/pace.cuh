@@ -1,9 +1,9 @@
 // A throttle for benchmarks (bench/measure_small.py). If SPARK_PACE is defined, all blocks together copy weights at
-// that many GB/s at most: a copy starts when, at this rate, the copies requested before it would have ended.
+// that many GB/s at most: a copy starts when all copies requested before it would have ended at this rate.
 #pragma once
 
 #ifdef SPARK_PACE
-__device__ unsigned long long memory_free;  // when the memory is free, as the bytes readable until then
+__device__ unsigned long long memory_free;  // the time when the memory is free, in units of one byte at SPARK_PACE
 __device__ __forceinline__ unsigned long long readable_bytes() {
   unsigned long long ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));

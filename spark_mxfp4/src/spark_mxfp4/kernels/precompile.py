@@ -159,8 +159,8 @@ def _link(sources: list[tuple[Path, tuple[str, ...]]], target: str, output: Path
 
         def compile_unit(source: tuple[Path, tuple[str, ...]], result: Path) -> None:
             """Compile one translation unit, position-independent."""
-            # Symbols contain the names of intermediate files, which must not have a process id. nvcc names these files
-            # after the source, which units share, so each unit has its own folder.
+            # Symbols contain the names of intermediate files, so these names must not contain a process id. nvcc names
+            # the files after the source. Several units have the same source, so each unit has its own folder.
             result.parent.mkdir()
             options = ["--objdir-as-tempdir", "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", str(result)]
             _run([compiler, *flags(target), *source[1], *options])

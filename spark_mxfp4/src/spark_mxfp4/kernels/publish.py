@@ -24,7 +24,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent
 NAME = "spark-mxfp4"
 BACKENDS = ("cuda", "cpu")
-# The modules that a copy exports; what these import follows.
+# The modules that a copy exports. The modules that they import are added.
 ROOTS = {
     "cuda": ("kernels/gpu.py", "kernels/fused.py", "kernels/linear.py", "registry.py"),
     "cpu": ("experts.py", "kernel.py"),

@@ -15,7 +15,7 @@ namespace spark {
 
 constexpr int ROUTER_TOKENS = 16, ROUTER_EXPERTS = 256, ROUTER_TOP_K = 8;
 
-// A warp's weights. `warps` warps share the columns; number `warp` of them has the units warp, warp + warps, ...
+// A warp's weights. `warps` warps share the columns; the warp with number `warp` has units warp, warp + warps, ...
 template <int UNITS, int TILES>
 struct Weights {
   uint4 values[UNITS][TILES];
@@ -84,8 +84,8 @@ __device__ __forceinline__ float add_up(const float* part, int stride) {
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
 
 // Chooses the experts of one token. Called by a warp. `logit(e)` returns the logit of an expert e below r.experts. Lane
-// l has experts 8 l to 8 l + 7. The number of lanes that this takes is rounded up to a power of two; the other lanes
-// repeat these lanes.
+// l has experts 8 l to 8 l + 7. The number of lanes with experts is rounded up to a power of two; the other lanes
+// repeat the same work.
 template <class Logit>
 __device__ __forceinline__ void choose(const Router& r, int token, Logit logit) {
   const int lane = threadIdx.x % 32;

@@ -69,7 +69,7 @@ def route(
     """Route bf16 `x` [M, H], M up to 16, by the router's bf16 `weight` [E, H] and `bias` [E]: see `Routes.of`.
 
     Tokens where `padding` (bool [M]) is true get expert -1 and share 0. `variant` overrides the choice of kernel.
-    Nothing waits for the device, so CUDA graphs can capture the call. Raises ValueError for other dtypes and sizes.
+    The host does not wait, so CUDA graphs can capture the call. Raises ValueError for other dtypes and sizes.
     """
     _check(x, weight, bias, top_k, padding)
     table = empty_table(x.shape[0], top_k, x.device)

@@ -2,8 +2,8 @@
 //
 // A *row* is one pair of token and expert. Each expert's first row is a multiple of `row_multiple`, which is eight if
 // activations are stored in planes of 64 columns, [columns / 64][rows][128 bytes]. Planes are stored with the swizzle
-// of the matrix instruction, which permutes the bytes of each row in a pattern that repeats every eight rows. Because
-// tiles start at a multiple of eight, one bulk copy moves a tile's rows of a plane to shared memory as they are.
+// of the matrix instruction, which permutes the bytes of each row in a pattern that repeats every eight rows. Tiles
+// start at a multiple of eight, so one bulk copy moves a tile's rows of a plane to shared memory without changes.
 #pragma once
 #include "arguments.cuh"
 
@@ -28,8 +28,8 @@ struct Sorted {
   bool first;  // this is the first pair of its tile
 };
 
-// Sorts up to 32 pairs in registers, one pair per lane. All lanes of a warp must call it. If there are more pairs, it
-// sorts nothing and returns false.
+// Sorts up to 32 pairs in registers, one pair per lane. All lanes of a warp must call this function. If there are more
+// pairs, it sorts nothing and returns false.
 __device__ __forceinline__ bool sort_few(const Routing& r, Sorted& s) {
   if (r.pairs > 32) return false;
   const int lane = threadIdx.x & 31;

@@ -39,9 +39,9 @@ __device__ __forceinline__ void for_each_pair(const Routing& r, int pair, int en
   }
 }
 
-// Reorders the columns of a token's chunk (see pair_at). Eight lanes hold the chunk's eight vectors in the order of the
-// columns, and each gets one vector of the new order: words 0 and 2 of lanes vector/2 and vector/2 + 4, or words 1 and
-// 3 if its number is odd. All lanes of a warp must call it.
+// Reorders the columns of a token's chunk (see pair_at). Of eight lanes, lane v holds vector v in the order of the
+// columns and returns vector v of the new order: words 0 and 2 (v even) or 1 and 3 (v odd) of lanes v/2 and v/2 + 4.
+// All lanes of a warp must call this function.
 __device__ __forceinline__ uint4 in_order(const uint4& mine) {
   const int vector = threadIdx.x & 7, low = (threadIdx.x & 24) + vector / 2, high = low + 4;
   const auto word = [&](int lane, uint32_t even, uint32_t odd) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering 
     if (pair < end) r.row_of_pair[pair] = earlier + before;  // for now, its place among this warp's pairs of the expert
   });
   __syncthreads();
-  int tokens = 0, earlier = 0;  // of this thread's expert: in this block, later in all; in the blocks before this one
+  int tokens = 0, earlier = 0;  // tokens of this thread's expert: in this block, later in all; in earlier blocks
   if (me < r.experts) {
     for (int w = 0; w < warps; ++w) {
       const int here = counts[w * r.experts + me];
@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering 
 }
 
 // result[t] = sum over j of shares[t, j] * output[row of pair (t, j)], always in the order of j, so that every run
-// gives the same bits. A thread takes one vector of TOKENS tokens and loads AT_ONCE experts at a time, so that enough
-// loads are in flight.
+// gives the same bits. A thread takes one vector of each of TOKENS tokens and loads AT_ONCE experts at a time, so that
+// enough loads are in flight.
 template <int TOKENS, int AT_ONCE>
 __global__ void reduce(const uint4* output, const int32_t* row_of_pair, const float* shares, uint4* result, int tokens,
                        int top_k, int vectors) {

@@ -33,7 +33,7 @@ from spark_mxfp4.kernels.tuning import LaidOut, Pair
 
 SEARCH_VARIABLE = "SPARK_MXFP4_SEARCH"
 SECONDS = 10.0  # after this time the remaining loads keep the shapes of tuned.json
-SMALLEST_SHARE, LARGEST_SHARE, MOST_PAIRS = 2.0**-2, 256, 65536  # timed pairs per expert; timed pairs
+SMALLEST_SHARE, LARGEST_SHARE, MOST_PAIRS = 2.0**-2, 256, 65536  # range of timed pairs per expert; most timed pairs
 CANDIDATES, PARTNERS = 8, 3  # shapes timed for both products; of these, how many are tried for one product alone
 GAIN = 0.98  # a pair must be 2 % faster than the table's pair to replace it: less is noise
 ROUTES, REPLAYS = 8, 5  # layers in one graph, each with its own routing so that weights leave the cache; replays
@@ -82,7 +82,7 @@ def tune(device: torch.device, sizes: LaidOut, widths: Sequence[int], layer: Lay
         begun = time.monotonic()
         try:
             rules = choose(sizes, widths, key.device, timer(device, sizes, layer), begun + SECONDS)
-        except RuntimeError as error:  # CUDA's, out of memory among them
+        except RuntimeError as error:  # an error of CUDA, such as out of memory
             logger.warning("kernel shapes for %s were not searched · %s · the table's are used", tuple(sizes), error)
             return
         logger.info("kernel shapes for %s were searched in %.1f s", tuple(sizes), time.monotonic() - begun)

@@ -22,7 +22,8 @@
   SHAPE(4, 3, 1, 2, 128, 4, 1)    \
   SHAPE(5, 3, 1, 1, 192, 6, 1, 152)
 
-// Shapes of the whole-layer kernel. These need at most 99 KB of shared memory per block, the limit of 12.1.
+// Shapes of the whole-layer kernel. These need at most 99 KB of shared memory per block, the limit of compute
+// capability 12.1.
 #define SPARK_SMALL_LAYERS(SHAPE) \
   SHAPE(4, 1, 3, 3, 8, 3, 1)      \
   SHAPE(5, 3, 1, 3, 8, 4, 1)      \
@@ -47,9 +48,9 @@ struct Shape {
   static constexpr int CHUNKS = SPLIT * STEP;  // per stage
   static constexpr int X_BYTES = CHUNKS * TOKENS * PLANE_BYTES, W_BYTES = ROW_GROUPS * CHUNKS * CHUNK_BYTES;
   static constexpr int SUM_BYTES = ROW_GROUPS * (SPLIT - 1) * TOKENS * 64 * 4;
-  // Whether a consumer warpgroup expands the weights of the next stage while this stage is multiplied. That is needed
-  // if a stage has one chunk and there are too few warpgroups to hide each other's latency. With more chunks, the
-  // overlap happens within a stage.
+  // Whether a consumer warpgroup expands the weights of the next stage while the current stage is multiplied. This
+  // overlap is needed if a stage has one chunk per warpgroup and there are too few warpgroups to hide each other's
+  // latency. With more chunks, expansion and multiplication overlap within a stage.
   static constexpr bool AHEAD = STEP == 1 && GROUPS * BLOCKS < 4;
   static constexpr int STAGING_BYTES = 4 * 8 * 8 * 2;  // buffer for a warp's results before they are stored
   // Activations come first, because their swizzle needs an address that is a multiple of 1024. The leading 1024 bytes

@@ -1,4 +1,4 @@
-"""Sort pairs of token and expert by expert, in Triton; shapes depend only on shapes, so the host never waits."""
+"""Sort pairs of token and expert by expert, in Triton. No shape depends on the routing, so the host never waits."""
 
 from __future__ import annotations
 

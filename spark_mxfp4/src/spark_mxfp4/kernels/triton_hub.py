@@ -1,4 +1,4 @@
-"""Experts on kernels with the API of OpenAI's triton_kernels: the original, or a fork.
+"""Experts on a kernels hub: a package with the API of OpenAI's triton_kernels, the original or a fork.
 
 A name is `hub:PACKAGE`, `hub:FOLDER` or `hub:OWNER/NAME@VERSION`. The package has the API that transformers 5.19 calls
 for MXFP4 (transformers/integrations/mxfp4.py) and that vLLM 0.32.0 ships (vllm/third_party/triton_kernels, of Triton
@@ -77,8 +77,8 @@ class TritonHubKernel(MoeKernel):
     ) -> torch.Tensor:
         """See MoeKernel. Raises NotImplementedError for experts on other devices, which `routing` does not support.
 
-        A hub routes by logits. The chosen experts get the logarithms of their shares, whose softmax is the shares
-        divided by their sum.
+        A hub routes by logits. The logit of a chosen expert is the logarithm of its share, so the hub's softmax returns
+        the shares divided by their sum.
         """
         if expert_map is not None:
             raise NotImplementedError(

@@ -1,8 +1,8 @@
 """MAX's gpt-oss with experts that stay packed, for `max serve --custom-architectures`.
 
-`quantization_format`, a field of the model's config.json, selects what happens to the experts: `packed` (the default)
-expands them in registers, `dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at
-every step. The variable SPARK_MXFP4_QUANTIZATION_FORMAT overrides the field.
+`quantization_format`, a field of the model's config.json, is `packed` (the default) or `dequant`. `packed` expands
+experts in registers. `dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at every
+step. The variable SPARK_MXFP4_QUANTIZATION_FORMAT overrides the field.
 On a GPU MAX routes and sums, and `spark_mxfp4.grouped_matmul` multiplies. MAX's dense products write past the end of a
 bfloat16 result, so here their result is float32, which `spark_mxfp4.add_and_round` rounds. On a CPU, where MAX has no
 kernels for routing, `spark_mxfp4.moe` computes the whole layer in float32, for tests and small models.
@@ -321,8 +321,8 @@ class _GpuGraphSpec(GraphSpec):
 def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> TensorValue:
     """Return MAX's attention with lowered sinks, because its CPU version counts each sink several times.
 
-    It adds e^sink to the softmax's sum for each of the n blocks of 128 keys of a sequence (see tests/max/sinks.py).
-    n · e^(sink - ln n) is e^sink.
+    The CPU version adds e^sink to the softmax's sum for each of the n blocks of 128 keys of a sequence (see
+    tests/max/sinks.py). Sinks are lowered by ln n, because n · e^(sink - ln n) is e^sink.
     """
     cached, tokens = arguments["kv_collection"].cache_lengths, ops.shape_to_tensor(arguments["input"].shape)[0]
     keys = ops.cast(cached[0], DType.float32) + ops.cast(tokens, DType.float32)
@@ -365,7 +365,7 @@ def _float32(data: WeightData) -> WeightData:
     return WeightData.from_numpy(bits.view(np.float32), data.name)
 
 
-ARCHITECTURES = [  # MAX registers it in place of its own architecture of the same name
+ARCHITECTURES = [  # MAX registers this architecture in place of its own of the same name
     dataclasses.replace(
         gpt_oss_arch,
         pipeline_model=PackedModel,

@@ -1,7 +1,7 @@
-"""Which MAX this code was written against, and a check that the installed one is the same.
+"""The release of MAX that this code was written against, and a check that it is the installed one.
 
-The architecture replaces parts of MAX's own gpt-oss. Another release may have other parts under the same names, so it
-is refused rather than patched on trust.
+The architecture replaces parts of MAX's own gpt-oss. Another release may have other parts under the same names, so this
+module refuses it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ A server uses the kernel in this order:
 4. **apply.** Every step calls `run` with the result of `prepare`, also while CUDA graphs are captured.
 
 The kernel must handle any number of tokens, 0 and 1 included; experts without tokens; top-k from 1 to the number of
-experts; hidden and intermediate sizes of any multiple of the alignments; missing biases; experts that are on another
-device by `expert_map`. `spark_mxfp4.conformance` has a case for each.
+experts; hidden and intermediate sizes of any multiple of the alignments; missing biases; experts that `expert_map`
+places on another device. `spark_mxfp4.conformance` has a case for each.
 """
 
 import torch

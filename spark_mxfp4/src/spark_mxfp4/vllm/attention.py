@@ -95,8 +95,8 @@ class SparkAttentionImpl(FlashAttentionImpl):
 def _take_over_rotation(config: Any) -> torch.Tensor | None:
     """Switch off the model's rotary embedding, and return its cosines and sines, float32 [positions, 64].
 
-    Return None and change nothing if the embedding of an attention layer is not certain: for models with a draft or
-    several embeddings, and for other kinds of embeddings.
+    Return None and change nothing if an attention layer's embedding cannot be determined: for models with a draft model
+    or several embeddings, and for other kinds of embeddings.
     """
     embeddings = [embedding for embedding in _ROPE_DICT.values() if isinstance(embedding, YaRNScalingRotaryEmbedding)]
     if len(embeddings) != 1:

@@ -33,7 +33,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
     weight_dtype = "gpt_oss_mxfp4"  # makes gpt_oss.py load expert by expert without unpacking
 
     def __init__(self, moe: Any, kernel: MoeKernel, mode: str, *, routed: bool = False) -> None:
-        FusedMoEMethodBase.__init__(self, moe)  # not super(): vLLM's method, a subclass's base, would choose a backend
+        FusedMoEMethodBase.__init__(self, moe)  # not super(): in the subclass below, that would choose a backend
         self.activation = self.activation_of(moe)
         if self.activation is None or (self.activation != GPT_OSS and not kernel.activations):
             _refuse(f"the activation {moe.activation.value!r}")
@@ -103,7 +103,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             del weights, prepared  # free the replaced memory before the search times kernels
             self.kernel.tune(self._weights)
         if self.routed:
-            from spark_mxfp4.kernels import extension, router  # noqa: PLC0415 - only what was switched on
+            from spark_mxfp4.kernels import extension, router  # noqa: PLC0415 - needed only if switched on
 
             if extension.target(device := self._weights.down.weight.device):
                 router.load(device)  # compile now, so that neither the first step nor a graph capture waits
@@ -125,7 +125,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         input_ids: torch.Tensor | None = None,  # noqa: ARG002 (vLLM's signature)
     ) -> torch.Tensor:
         """Return the experts' output [T, H]; `router_logits` are the routes of router.py, float32 [2, T, k]."""
-        from spark_mxfp4.kernels.router import Routes  # noqa: PLC0415 - only what was switched on
+        from spark_mxfp4.kernels.router import Routes  # noqa: PLC0415 - needed only if switched on
 
         routes = Routes.of(router_logits)
         return self.apply(layer, x, routes.shares, routes.ids, None, None)
@@ -140,7 +140,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,  # noqa: ARG002
     ) -> torch.Tensor:
         """Return the routed experts' output [T, H] for `x` [T, H]."""
-        # On CPUs vLLM traces this method. Tensors must then be the layer's own, which become the graph's inputs.
+        # On CPUs vLLM traces this method. The tensors must then be the layer's parameters, so that they become inputs
+        # of the graph.
         prepared = None if torch.compiler.is_compiling() else self._weights
         weights = prepared or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         chosen = TopK(topk_ids, topk_weights, layer.expert_map)
@@ -158,7 +159,7 @@ class SparkFamilyMoEMethod(SparkMxfp4MoEMethod, STOCK_METHOD):  # type: ignore[m
     mxfp4_backend = None
     chosen: Callable[[], tuple[MoeKernel, str]]  # kernel and mode, see `take_families`
 
-    def __init__(self, moe: Any, activation_key: Any = None) -> None:  # noqa: ARG002 (ours are bf16)
+    def __init__(self, moe: Any, activation_key: Any = None) -> None:  # noqa: ARG002 (our activations are bf16)
         super().__init__(moe, *type(self).chosen())
 
     @staticmethod
@@ -243,7 +244,7 @@ def _keep(layer: torch.nn.Module, loaded: ExpertWeights, prepared: ExpertWeights
 
 
 def _dense(layer: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise one projection of all experts, expert by expert so that the peak is one expert above the result."""
+    """Dequantise one projection of all experts, one at a time, so that temporary tensors have one expert's size."""
     packed, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
     experts, rows, columns = packed.shape
     dense = torch.empty(experts, rows, 2 * columns, dtype=dtype, device=packed.device)

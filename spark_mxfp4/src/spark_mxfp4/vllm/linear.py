@@ -102,7 +102,7 @@ class SparkLinearMethod(LinearMethodBase):
 
 
 class SparkHeadMethod(SparkLinearMethod):
-    """The same for an LM head, whose weight is too large to expand; steps of more tokens take several products."""
+    """The same for an LM head, whose weight is too large to expand. Above MOST_TOKENS a step takes several products."""
 
     def __init__(self, format_: Format, variable: str, name: str) -> None:
         super().__init__(format_, variable, name)

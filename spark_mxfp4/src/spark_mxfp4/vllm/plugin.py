@@ -1,7 +1,7 @@
 """The vLLM plugin: registers the quantization `spark-mxfp4` (entry point group `vllm.general_plugins`).
 
-The checkpoint keeps `quant_method: mxfp4`. This configuration claims it if the user selects the plugin, or if stock
-vLLM has no backend for it.
+The checkpoint keeps `quant_method: mxfp4`. The plugin takes it over if the user selects the plugin, or if stock vLLM
+has no backend for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def register() -> None:
     if (switch := os.environ.get(FAMILIES_VARIABLE) or "off") not in ("on", "off"):
         raise ValueError(f"{FAMILIES_VARIABLE} is {switch!r} · it can be on or off · set or unset it")
     if switch == "on" and os.environ.get(registry.KERNEL_VARIABLE) != STOCK:
-        from spark_mxfp4.vllm.experts import take_families  # noqa: PLC0415 - heavy, for whom it was switched on
+        from spark_mxfp4.vllm.experts import take_families  # noqa: PLC0415 - heavy, and needed only if switched on
 
         take_families(lambda: (registry.load(chosen_kernel()), chosen_mode()))
 
@@ -120,7 +120,7 @@ def refuse_other_checkpoints(model_type: str | None, method: str | None) -> None
 
 
 def refuse_other_activations(hf_config: Any) -> None:
-    """Raise ValueError unless SwiGLU has the slope and clamp that the kernels hold as constants."""
+    """Raise ValueError unless SwiGLU has the slope and clamp that are constants in the kernels."""
     activation = (getattr(hf_config, "swiglu_alpha", SWIGLU_ALPHA), getattr(hf_config, "swiglu_limit", SWIGLU_LIMIT))
     if activation != (SWIGLU_ALPHA, SWIGLU_LIMIT):
         raise ValueError(
@@ -161,7 +161,7 @@ class SparkMxfp4Config(QuantizationConfig):
         """Whether the norms add the ranks' partial results. Valid only while vLLM creates a model."""
         if not self.fused_reduction:
             return False
-        from spark_mxfp4.vllm import norms  # noqa: PLC0415 - only what was switched on
+        from spark_mxfp4.vllm import norms  # noqa: PLC0415 - needed only if switched on
 
         norms.leave_sums_open()
         return norms.ranks() is not None
@@ -195,10 +195,10 @@ class SparkMxfp4Config(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim a gpt-oss MXFP4 checkpoint for this plugin.
+        """Return this plugin's name for a gpt-oss MXFP4 checkpoint that the plugin takes over, else None.
 
-        It is claimed if the user named this plugin or one of its formats, or named nothing and stock vLLM cannot run
-        it. Raises ValueError if the user named this plugin for another checkpoint.
+        The plugin takes a checkpoint over if the user named the plugin or one of its formats, or named nothing and
+        stock vLLM cannot run the checkpoint. Raises ValueError if the user named the plugin for another checkpoint.
         """
         method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
         if user_quant == NAME:

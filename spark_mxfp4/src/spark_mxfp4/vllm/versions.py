@@ -1,4 +1,4 @@
-"""The releases of vLLM that the plugin supports. It refuses every other release by an error that names the release."""
+"""The releases of vLLM that the plugin supports. For other releases it raises an error that names the release."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ comptime UP_TO_8 = Shape[1, 1, 4, 1, 7]()
 comptime UP_TO_16 = Shape[1, 2, 4, 1, 5]()
 comptime UP_TO_32 = Shape[1, 4, 4, 1, 3]()
 comptime UP_TO_64 = Shape[1, 8, 4, 1, 2]()
-# Blocks per SM, as many as fit in shared memory: 227 kB on Hopper, 100 kB on 12.x. They limit a thread's registers.
+# Blocks per SM: as many as fit in shared memory, which has 227 kB on Hopper and 100 kB on compute capability 12.x. More
+# blocks leave fewer registers to a thread.
 comptime IS_HOPPER = "90" in _accelerator_arch()
 comptime BLOCKS = 4 if IS_HOPPER else 2
 comptime ROWS = UP_TO_8.rows

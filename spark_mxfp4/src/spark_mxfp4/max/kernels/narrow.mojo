@@ -64,7 +64,7 @@ def multiply_narrow_tile[
     def copy(at: Bytes, to: Shared):
         async_copy[16, bypass_L1_16B=True](at.unsafe_address_space_cast[AddressSpace.GLOBAL](), to)
 
-    # A lane's copies are 8 rows or 2 tokens apart, so all of them share one source and one destination address.
+    # A lane's copies are 8 rows or 2 tokens apart, so they all start from one source and one destination address.
     var unit = lane32 % 4
     var row = lane32 // 4
     var weight_tile = weight.unsafe_offset((expert_row + first_row) * (columns // 2))
@@ -94,7 +94,7 @@ def multiply_narrow_tile[
             var bytes = Int32(16) if chunk * 4 + x_block <= last_block else Int32(0)
             var x_here = x_from.unsafe_offset(Int(chunk * TOKEN_BYTES))
             comptime for i in range(TOKENS // 2):
-                # Missing tokens are not copied: what the ring has in their place only affects sums that are not stored.
+                # Missing tokens are not copied: the bytes in their place affect only sums that are not stored.
                 if tokens > Int32(i * 2):
                     async_copy[16, fill=UInt8(0), bypass_L1_16B=True](
                         x_here.unsafe_offset(Int(Int32(i * 8) * weight_stride))

@@ -22,8 +22,8 @@ struct GroupedMatmul[swiglu: Bool]:
     """Multiplies groups of rows with their experts' packed weights and adds the bias.
 
     `x` is [P, K] in paired order (see `format`), `blocks` u8 [E, N, K/2], `scales` u8 [E, N, K/32], `bias` [E, N].
-    Group i has the rows from `starts[i]` up to `starts[i + 1]` (u32 [G + 1]) of expert `ids[i]` (i32 [G]); it may be
-    empty.
+    Group i has the rows from `starts[i]` up to `starts[i + 1]` (u32 [G + 1]) of expert `ids[i]` (i32 [G]). A group may
+    be empty.
     `output` is [P, N]. With `swiglu` it is [P, N/2] in paired order: gpt-oss' activation of the weight rows 2i (gate)
     and 2i + 1 (up).
     """

@@ -14,8 +14,8 @@ from .product import Bytes, Shape, multiply_tile
 from .wgmma import HAS_WGMMA, launch_wgmma, shared_bytes
 
 comptime WGMMA_SHARED = 227 * 1024  # most bytes of shared memory of a block on Hopper
-# With `mma.sync`, registers allow one block per SM. Hopper's shared memory has room for four stages of 128 tokens; the
-# 99 kB of 12.x have room for two stages of 64 tokens.
+# With `mma.sync`, registers allow one block per SM. Hopper's shared memory has room for four stages of 128 tokens, the
+# 99 kB of compute capability 12.x for two stages of 64 tokens.
 comptime IS_HOPPER = "90" in _accelerator_arch()
 comptime STAGES = 4 if IS_HOPPER else 2
 comptime SHAPE = Shape[2, 8 if IS_HOPPER else 4, 4, 2, STAGES]()

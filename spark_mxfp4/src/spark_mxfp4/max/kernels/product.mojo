@@ -3,7 +3,7 @@
 Weights are the left operand of `mma` (16 x 8 x 16, bfloat16, float32 sums). They keep the checkpoint's layout: u8
 [experts, N, K/2] and scales u8 [experts, N, K/32]. A chunk is 128 columns, or 64 bytes of a weight row. Four threads
 share a row in the matrix instruction; each takes 16 bytes, one block. The instruction can multiply the columns in any
-order that is the same for both operands, so a thread's block need not be moved to other threads.
+order that both operands share, so threads need not exchange parts of their blocks.
 Of 16 weight rows, row 2i is the instruction's row i and row 2i + 1 its row i + 8, so that one thread has both the gate
 and the up of a pair.
 """
@@ -138,7 +138,7 @@ def multiply_tile[
         async_copy[16, fill=UInt8(0), bypass_L1_16B=True](source, to, Int32(16) if valid else Int32(0))
 
     # Values that do not depend on the column are computed once. A thread's copies are a fixed number of rows or tokens
-    # apart, a multiple of 16 rows and of 2 tokens, so all of them share one source and one destination address.
+    # apart, a multiple of 16 rows and of 2 tokens, so they all start from one source and one destination address.
     comptime ROW_STEP = THREADS // 4
     comptime TOKEN_STEP = THREADS // 16
     var row = thread32 // 4

@@ -1,7 +1,7 @@
 """Adds the bias to a product's float32 result and rounds the sum to bfloat16.
 
 MAX 26.7.0 fuses its own cast into the product, and a product with a bfloat16 result writes whole tiles of 128 rows
-(docs/max.md). It does not fuse operations of ours, so with this one the product's result stays float32.
+(docs/max.md). MAX does not fuse custom operations, so this operation keeps the product's result in float32.
 """
 
 from max.gpu import block_dim, block_idx, thread_idx
@@ -14,7 +14,7 @@ comptime WIDTH = 4  # elements per thread
 
 @always_inline
 def round_to_bfloat16(value: Float32) -> BFloat16:
-    """Returns `value` rounded to nearest, ties to even, by integers, because a cast flushes subnormals on some CPUs."""
+    """Returns `value` rounded to nearest even. Uses integers, because a cast flushes subnormals on some CPUs."""
     var bits = bitcast[DType.uint32, 1](value)
     if (bits & 0x7FFFFFFF) > 0x7F800000:
         return bitcast[DType.bfloat16, 1](((bits >> 16) | 0x40).cast[DType.uint16]())

@@ -160,13 +160,13 @@ def make_visible():
 
 @always_inline
 def pin(value: UInt32) -> UInt32:
-    """Returns `value` and forces its computation before the next assembly, as `wgmma.fence` requires."""
+    """Returns `value` and forces the compiler to compute it before the next assembly, as `wgmma.fence` requires."""
     return inlined_assembly["", UInt32, constraints="=r,0,~{memory}", has_side_effect=True](value)
 
 
 @always_inline
 def pin(value: Float32) -> Float32:
-    """Returns `value` and forces its reads after the preceding assembly, such as a wait for products."""
+    """Returns `value` and forces later reads of it to follow the preceding assembly, such as a wait for products."""
     return inlined_assembly["", Float32, constraints="=f,0,~{memory}", has_side_effect=True](value)
 
 

@@ -49,7 +49,7 @@ def shared_bytes(columns: Int) -> Int:
 
 @always_inline
 def uniform(value: Int) -> Int:
-    """Returns `value`, equal in all lanes, by a shuffle that tells ptxas so; else ptxas does not overlap `wgmma`."""
+    """Returns `value`, which all lanes share. The shuffle tells ptxas, which otherwise does not overlap `wgmma`."""
     return Int(shuffle_idx(Int32(value), UInt32(0)))
 
 
@@ -98,7 +98,7 @@ def multiply_tile[
         var source = at.unsafe_address_space_cast[AddressSpace.GLOBAL]()
         async_copy[16, fill=UInt8(0), bypass_L1_16B=True](source, to, Int32(16) if valid else Int32(0))
 
-    # A thread's copies are a multiple of 16 rows and of 8 tokens apart, so all of them share one source and one
+    # A thread's copies are a multiple of 16 rows and of 8 tokens apart, so they all start from one source and one
     # destination address.
     comptime ROW_STEP = THREADS // 4
     var unit = thread32 % 4
