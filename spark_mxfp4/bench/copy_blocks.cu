@@ -1,5 +1,5 @@
-// Measures the bandwidth of bulk copies alone: a bound for a kernel that reads in the same way. One block runs on each
-// multiprocessor, with `stages` of `bytes` in flight. A read ends in shared memory; a copy also writes it back.
+// Measures the bandwidth of bulk copies alone, a bound for kernels that read in the same way. One block runs on each
+// multiprocessor, with `stages` times `bytes` in flight. A read ends in shared memory; a copy also writes to `to`.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -53,7 +53,7 @@ __global__ void move(const uint8_t* from, uint8_t* to, int64_t pieces, int bytes
 
 }  // namespace
 
-// `to` null: read only.
+// If `to` is null, only reads.
 extern "C" int move_blocks(const void* from, void* to, int64_t total, int bytes, int stages, int blocks, void* stream) {
   if (stages > MOST_STAGES || stages * bytes > SHARED) return cudaErrorInvalidValue;
   const auto kernel = to == nullptr ? move<false> : move<true>;

@@ -38,7 +38,7 @@ CASES = (
     (64, 4096),
 )
 WINDOWS = (128, 0)
-CACHED_BYTES = 400 << 20  # of all layers of a case at least, many times a GPU's cache
+CACHED_BYTES = 400 << 20  # least bytes of all layers of a case: many times a GPU's cache
 MOST_LAYERS = 36
 SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
 MOST_ERROR = 0.01
@@ -121,7 +121,7 @@ def main() -> int:
     """Measure every case, save after each, and return 1 if an answer was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("attention.json"))
-    parser.add_argument("--commit", default="", help="of the sources, for the results")
+    parser.add_argument("--commit", default="", help="commit of these sources, saved with the results")
     options = parser.parse_args()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__}
     result: dict[str, Any] = {"machine": machine, "commit": options.commit, "rows": []}

@@ -1,4 +1,4 @@
-"""`python bench/measure_experts.py`: how fast the kernels are on this GPU, against its ceilings and a peer.
+"""`python bench/measure_experts.py`: the speed of the kernels on this GPU, compared with its ceilings and two peers.
 
 Every time is the median of CUDA graph replays; a graph runs several layers in turn, so that no weight is in cache.
 The first peer is OpenAI's triton_kernels, as vLLM ships it (vllm/third_party/triton_kernels); `--peer FOLDER` is its
@@ -48,7 +48,7 @@ def measure_ours(
     kernel = GpuKernel()
 
     def weights() -> ExpertWeights:
-        """Gpt-oss alone has biases."""
+        """Return random weights; only gpt-oss has biases."""
         return random_weights(model.experts, model.hidden, model.intermediate, bias=activation == GPT_OSS)
 
     plain = weights()
@@ -122,7 +122,7 @@ def triton_peer(folder: str) -> Peer:
 
 def cutlass_peer() -> Peer:
     """Return the measurement of FlashInfer's CUTLASS kernel. Raises ImportError if FlashInfer is not installed."""
-    import peer_cutlass  # noqa: PLC0415 (FlashInfer is needed by it alone)
+    import peer_cutlass  # noqa: PLC0415 (only this peer needs FlashInfer)
 
     return peer_cutlass.measure
 
@@ -132,7 +132,7 @@ def measure_peer(name: str, load: Callable[[], Peer], model: str, arguments: Pee
     torch.cuda.empty_cache()
     try:
         return {name: load()(*arguments)}
-    except Exception as failure:  # noqa: BLE001 - another's kernels: our figures outlive whatever they raise
+    except Exception as failure:  # noqa: BLE001 - a peer may raise anything; our figures must still be saved
         why = f"{type(failure).__name__}: {failure}"
         sys.stdout.write(f"{name} failed for {model} · {why}\n")
         return {f"{name}_failed": why}

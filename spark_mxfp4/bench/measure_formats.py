@@ -3,7 +3,7 @@
 Weights are quantized and expanded again (`linear.reference`), and products are float32, so this is the error of the
 format, not of a kernel. Matrices are generated in pieces of rows, so that gpt-oss-120b's LM head needs memory for only
 one piece.
-Weights and hidden states are normal, or heavy-tailed (Student's t with 3 degrees of freedom), both by a fixed seed.
+Weights and hidden states are normal, or heavy-tailed (Student's t with 3 degrees of freedom), with fixed seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spark_mxfp4.kernels.linear import Format, reference
 SHAPES = {name: PRODUCTS[name] for name in ("qkv", "o", "head")}
 STATES = 256  # hidden states
 PIECE = 8192  # rows of a matrix that are in memory at once: 94 MB in float32 with 2880 columns
-SCALE = 0.02  # of the weights, as models are initialised
+SCALE = 0.02  # standard deviation of the weights, as in the initialisation of models
 DEGREES = 3.0  # degrees of freedom of Student's t; its kurtosis is infinite
 SEED, STATES_SEED = 1, 1_000_000  # seeds of the first piece of weights, and of the hidden states
 Best = tuple[torch.Tensor, torch.Tensor]  # the five largest outputs of each hidden state, and their rows

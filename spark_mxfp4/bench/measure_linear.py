@@ -1,12 +1,13 @@
-"""`python bench/measure_linear.py`: how fast the dense products are on this GPU, compared with their peers.
+"""`python bench/measure_linear.py`: the speed of the dense products on this GPU, compared with their peers.
 
 Every time is the median of CUDA graph replays. A graph runs several matrices in turn, so that no weight is in cache,
 and each product waits for the previous product, as in a model. The peers are torch's bf16 product, its FP8 product with
 one scale a row (cuBLAS), with and without the quantisation of activations, and vLLM's FP8 and Marlin kernels if vLLM
-can be imported (`peer_linear`). Rows of 0 tokens give the time to move the bytes of a weight in the same chain of graph
-nodes: copied (half of them read, half written), and only read by a kernel. The reading kernel is timed twice: started
-after the previous kernel has ended, and started early, while the previous kernel still runs, as our kernels are. The
-early kernels have enough weights that none is read twice at once. The figures are saved after each shape.
+can be imported (`peer_linear`). Results for 0 tokens are the time to move the bytes of a weight in the same chain of
+graph nodes: copied (half of them read, half written), or only read by a kernel. The reading kernel is timed twice:
+started after the previous kernel has ended, and started early, while the previous kernel still runs, as our kernels
+are. There are so many weights that early kernels never read the same weight at once. The figures are saved after each
+shape.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _vllm(matrices: list[torch.Tensor], states: dict[int, torch.Tensor], copy: f
     for peer in peer_linear.peers():
         try:
             yield from _peer(peer, matrices, states, copy)
-        except Exception as problem:  # noqa: BLE001 (somebody else's kernel: the rest is measured all the same)
+        except Exception as problem:  # noqa: BLE001 (a peer may raise anything; the rest is still measured)
             yield {**_missing(peer.name), "failed": f"{type(problem).__name__}: {problem}"[:300]}
 
 
@@ -190,7 +191,7 @@ def _processors(device: torch.device) -> int:
 def bytes_alone(name: str, weights: Sequence[torch.Tensor], copy: float) -> Iterator[Row]:
     """Yield the times to copy and to read the bytes of `weights`, one kernel after another; overwrites half of each.
 
-    Of the launch parameters of the reading kernel, the fastest count.
+    The reading kernel is timed with all LAUNCHES; the fastest result counts.
     """
     words = [weight.view(-1).view(torch.uint8) for weight in weights]
     size = words[0].numel() // 32 * 32  # two halves of whole 16-byte words

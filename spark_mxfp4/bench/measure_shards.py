@@ -92,7 +92,7 @@ def _measure(split: str, rank: int, tokens: tuple[int, ...]) -> list[dict[str, f
             return kernel.run(x, layers[i % LAYERS], *routes[i % LAYERS], expert_map)
 
         def summed(i: int, products: Any = products) -> torch.Tensor:
-            """The layer."""
+            """Compute the layer: the sum of both GPUs' shards."""
             out: torch.Tensor = products(i)
             distributed.all_reduce(out)
             return out

@@ -1,9 +1,9 @@
 """`python bench/measure_small.py`: the kernel for few tokens within the limits of a GB10, on another GPU.
 
-The kernels are 12.1's, built for 9.0 (`python -m spark_mxfp4.kernels.precompile 90a-limited`): 48 blocks of at most
-99 KB, one per multiprocessor, `mma.sync` only. The program checks every shape against float32 on fresh inputs with
-poisoned memory. Then it times layers, and compares them with as many blocks that only read and copy by bulk copies with
-as many bytes in flight. The figures are saved after each part.
+The kernels are those of compute capability 12.1, built for 9.0 (`python -m spark_mxfp4.kernels.precompile
+90a-limited`): 48 blocks of at most 99 KB, one per multiprocessor, `mma.sync` only. The program checks every shape
+against float32 on fresh inputs with poisoned memory. Then it times layers, and compares them with the same number of
+blocks that only read or copy, with as many bytes in flight. The figures are saved after each part.
 
 SPARK_PACE=234, set for both compilations and for this program, limits reads to 234 GB/s (pace.cuh), for the kernel and
 for the blocks that only read. The difference between the two is then the kernel's own loss.
@@ -134,7 +134,7 @@ def chosen(pairs: int, experts: int) -> LayerPlan:
 
 
 def plans_of(tokens: int, *, many: bool) -> list[LayerPlan]:
-    """Return other plans for a layer, by shape, parts and stages in flight; fewer if memory is slow."""
+    """Return other plans for a layer, by shape, parts and stages in flight; fewer if SPARK_PACE is set."""
     if PACE:
         return [LayerPlan(5, parts, at_once, BLOCKS) for parts in (1, 2, 3) for at_once in ((1, 1), (2, 1), (4, 4))]
     shapes = (4, 5, 6, 8, 9) if many else (4, 5, 6)
@@ -245,7 +245,7 @@ def main() -> None:
     for name, part in parts.items():
         try:
             result[name] = part(begin + arguments.seconds * ends.get(name, 1))
-        except Exception as failure:  # noqa: BLE001 - what was measured before outlives it
+        except Exception as failure:  # noqa: BLE001 - the other parts must still be saved
             result["failed"][name] = f"{type(failure).__name__}: {failure}"
             sys.stdout.write(f"{name} failed · {result['failed'][name]}\n")
         result[f"{name}_ends_at_s"] = round(time.monotonic() - begin)

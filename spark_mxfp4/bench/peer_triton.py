@@ -1,4 +1,4 @@
-"""OpenAI's triton_kernels on the same layers, called as vLLM 0.32.0 calls it on Hopper; its folder must be found."""
+"""OpenAI's triton_kernels on the same layers, called as by vLLM 0.32.0 on Hopper. Its folder must be on `sys.path`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Prepared = tuple[Any, Any, torch.Tensor | None]  # weights, precision with the s
 
 
 def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation, routing: str) -> list[dict[str, Any]]:
-    """Time both products for each number of tokens; the sorting before them is not in its time, in ours it is.
+    """Time both products for each number of tokens, without the sorting before them, which our time includes.
 
-    Its SwiGLU always adds 1 to the linear half, so its numbers for plain SiLU are wrong and their time is right.
+    The SwiGLU of triton_kernels always adds 1 to the linear half, so results for plain SiLU are wrong; times are valid.
     """
     options.update_opt_flags_constraints({"split_k": 1})
     layers = [
@@ -36,7 +36,7 @@ def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation, 
     ]
     specs = FnSpecs("swiglu", triton_kernels.swiglu.swiglu_fn, ("alpha", "limit"))
     fused = FusedActivation(specs, (activation.alpha, activation.limit), 2)
-    # Its routing kernels compile for a power of two only. The routing's own reference in torch has the same result.
+    # The routing kernels compile only if top-k is a power of two. Their torch reference has the same result.
     route = their_routing.routing if model.top_k.bit_count() == 1 else their_routing.routing_torch
     rows = []
     for number in tokens:
@@ -45,7 +45,7 @@ def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation, 
         touched = statistics.mean(int((data.expt_hist > 0).sum()) for data, _, _ in routes)
 
         def once(i: int, x: torch.Tensor = x, routes: list[Any] = routes) -> None:
-            """Both products with layer and routing number `i`, in turn, so that no weights stay in the cache."""
+            """Compute both products; layers and routings take turns, so that no weights stay in the cache."""
             data, gather, scatter = routes[i % len(routes)]
             (w1, p1, b1), (w2, p2, b2) = layers[i % len(layers)]
             hidden = matmul_ogs(x, w1, b1, data, gather_indx=gather, precision_config=p1, fused_activation=fused)
