@@ -54,7 +54,7 @@ def check() -> None:
     with steps.step("pins", "pins.toml and the locks") as tell:
         locks.require_current()
         if sources := unread(pins.load()):
-            tell(f"nobody has read all of {len(sources)} sources: {'; '.join(sources)}")
+            tell(f"unknown values of {len(sources)} sources: {'; '.join(sources)}")
     with steps.step("environment", "linters, from locks/lint.txt"):
         environments.ensure(LINT, pins.load())
     run_all(commands, LINT.path / "bin", platform.machine(), steps)
@@ -75,12 +75,12 @@ def run_all(
 ) -> None:
     """Run the named `commands` in `root`; bare names are programs of the folder `programs`. Raises ProcessError.
 
-    If a program has no wheel for `machine`, the machine's own is used; without that the check is left out.
+    If a program has no wheel for `machine`, the machine's own program runs; without that program the check is skipped.
     """
     path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
     failed: dict[str, str] = {}
     for name, (program, *arguments) in commands.items():
-        executable: str | Path | None = programs / program  # an absolute program stays as it is
+        executable: str | Path | None = programs / program  # an absolute path stays unchanged
         if not (programs / program).exists() and program in WITHOUT_WHEEL.get(machine, ()):
             executable = shutil.which(program)
         words = [*arguments, *(shell_scripts() if program == "shellcheck" else ())]
@@ -96,7 +96,7 @@ def run_all(
         say(f"\n── {name} ──")
         echo(output)
     if failed:
-        fix = "again   # first correct what is printed above; `ruff format` and `ruff check --fix` do some of it"
+        fix = "again   # first correct the faults above; `ruff format` and `ruff check --fix` correct some of them"
         raise ProcessError("the checks failed", ", ".join(failed), fix, code="process.checks")
 
 

@@ -29,7 +29,7 @@ TABLE = ROOT / "deploy/debian.toml"
 LOCKS = ROOT / "locks/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 ARCHITECTURES = ("amd64", "arm64")
-# Each with the stages below it. Only a machine that builds for another one has `cross`.
+# Each stage, with the stages below it. `cross` is only for machines that build for another architecture.
 STAGES: dict[str, tuple[str, ...]] = {
     "runtime": (),
     "build": ("runtime",),

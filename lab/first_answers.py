@@ -1,8 +1,8 @@
 """Records the trained tiny checkpoint's answers in float32: `python -m lab.first_answers MODEL`.
 
 Run it with an interpreter that has torch and transformers, such as .sparkforge/envs/embedded/bin/python, on the folder
-that `python -m sparkforge.models.tiny MODEL` wrote. It writes sparkforge/serve/first_answers.json. Only chats whose
-answers have a clear margin at each token are used, because bfloat16 must not change a token.
+that `python -m sparkforge.models.tiny MODEL` wrote. It writes sparkforge/serve/first_answers.json. It uses only answers
+with a clear margin at each token, so that bfloat16 changes no token.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
                 margins[margin] = (prompt, tokens)
             prompt, tokens = margins[max(margins)]
             if max(margins) < MARGIN:
-                raise SystemExit(f"nothing after {turns} turns is decisive: {max(margins):.2f}")
+                raise SystemExit(f"no answer after {turns} turns has a clear margin: {max(margins):.2f}")
             logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             scores = [round(float(logprobs[at - 1, token]), 4) for at, token in enumerate(tokens) if at]
             answers.append({"prompt": prompt, "tokens": tokens[len(prompt) :], "logprobs": scores})

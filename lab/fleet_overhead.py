@@ -1,4 +1,4 @@
-"""`python -m lab.fleet_overhead`: measure the latency that a fleet's HAProxy adds, and how many streams it holds.
+"""`python -m lab.fleet_overhead`: measure the latency that a fleet's HAProxy adds, and the streams that it can serve.
 
 An asyncio server replaces vLLM: it answers after WAIT seconds, or streams a piece every GAP seconds. Requests go to it
 directly and through HAProxy with a fleet's configuration (key, Host check, `model` read from the body). Both ways

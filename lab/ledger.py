@@ -1,4 +1,4 @@
-"""`./inv qualify.accept REPORT`: write what a Spark's report says into the hardware ledger and its page."""
+"""`./inv qualify.accept REPORT`: write the results of a Spark's report into the hardware ledger and its page."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class PressureTrial:
 
     @property
     def named(self) -> bool:
-        """Whether the guard ended the server, with a reason, before the kernel had to."""
+        """Whether the guard ended the server, with a reason, before the kernel killed it."""
         return bool(self.why) and not self.kills and self.code == 24
 
 

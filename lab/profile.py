@@ -40,7 +40,7 @@ PROCESSORS = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the t
 
 
 class TraceProfile(Record):
-    """`profile.json`: a profiled load; for an existing trace without configuration and server."""
+    """`profile.json`: a profiled load, or an existing trace without configuration and server."""
 
     format: Literal["sparkforge-profile/1"] = "sparkforge-profile/1"
     trace: str = Field(description="file name of the trace that the figures are of")

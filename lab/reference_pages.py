@@ -60,7 +60,7 @@ This page is made from the help texts by `python -m lab.reference_pages`.
 
 ## Shared options
 
-Several commands have these options. Where a command explains one itself, that text counts.
+Several commands have these options. If a command describes one itself, its text applies.
 
 {shared}
 
@@ -183,7 +183,7 @@ This page is made by `python -m lab.reference_pages`.
 """
 ERROR_ROW = '| <a id="{code}"></a>`{code}` | {text} |'
 VARIABLES = Path(__file__).with_name("variables.toml")
-LONG = 9  # if a command has all options of another with more than this many, its text refers to that command
+LONG = 9  # a command with all options of another command that has more than this many refers to that command
 DEFAULT = re.compile(r"\$\{(\w+):-([^}$]+)\}")
 
 

@@ -97,7 +97,7 @@ def verify_reproducible(stack: str, more: Sequence[str], against: str = "", key_
     circumstances = BUILDS[1:] if against else BUILDS
     archives = [*([theirs] if against else []), *(build(stack, builder, work, more) for builder in circumstances)]
     images = [read(archive) for archive in archives]
-    if against:  # copying or publishing may have repacked it and recompressed its layers
+    if against:  # copying or publishing may have repacked the archive and recompressed its layers
         images = [
             replace(image, archive="", layers=contents(LayoutImage(archive)))
             for image, archive in zip(images, archives, strict=True)
@@ -154,7 +154,7 @@ def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[s
 
 
 def copy_checkout(folder: Path, umask: int) -> None:
-    """Copy the files that git tracks, with the modes of a clone made under `umask`; commits have no modes."""
+    """Copy the files that git tracks, with the modes of a clone made under `umask`; git stores no other modes."""
     names = checkout_git(paths.ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in filter(None, names.split("\0")):
         source, target = paths.ROOT / name, folder / name

@@ -1,4 +1,4 @@
-"""`./inv test`: run the tests in their own environment, or the attacks of --robustness."""
+"""`./inv test`: run the tests in their own environment, or with --robustness the robustness tests."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two rank
 # Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
 FAST = "SPARKFORGE_TEST_FAST"
 # On CI a failed test runs once more, and the report names it (`RERUN`), because tests with real processes may time out
-# on two busy cores. A fault of ours fails twice. Few of the fast tests start processes, and with the plugin they would
-# take a quarter more time.
+# on two busy cores. A fault of our code fails twice. Few of the fast tests start processes, and with the plugin they
+# would take a quarter more time.
 RERUNS = ("--reruns=1", "--reruns-delay=5")
 COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covered")
 
@@ -97,7 +97,7 @@ def _tests(given: argparse.Namespace, machine: Machine, on_ci: bool) -> TestRun:
 
 
 def _campaign(given: argparse.Namespace) -> TestRun:
-    """Return the run that attacks for minutes: failing disks, kills, races, malformed input. Raises UsageError."""
+    """Return the run of the robustness tests: failing disks, kills, races, malformed input. Raises UsageError."""
     if given.all or given.fast or given.select or given.coverage:
         why = "--all, --fast, --select and --coverage are for pytest"
         raise UsageError("--robustness runs no other tests", why, "./inv test --robustness")
@@ -112,7 +112,7 @@ def _campaign(given: argparse.Namespace) -> TestRun:
 
 
 def run(test_run: TestRun, python: str | Path) -> None:
-    """Run the tests with `python`; their output goes straight through. Raises ProcessError."""
+    """Run the tests with `python`; their output is not captured. Raises ProcessError."""
     temporary = Path(tempfile.gettempdir())
     require_space(temporary, TEMPORARY_BYTES, "the tests")
     code = call([python, "-m", *test_run.arguments], cwd=ROOT, env=test_run.variables)
@@ -126,7 +126,7 @@ def run(test_run: TestRun, python: str | Path) -> None:
 
 
 def main() -> None:
-    """Run what the arguments of `./inv test` name. Raises UsageError, ProcessError."""
+    """Run the tests that the arguments of `./inv test` select. Raises UsageError, ProcessError."""
     test_run = plan(sys.argv[1:], memory.measure(), on_ci=bool(os.environ.get("CI")))
     if test_run.fast:
         environments.ensure(UNIT, pins.load())

@@ -1,6 +1,6 @@
 """The laboratory's tests, in the environment of `./inv test`: `python -m lab.test [ARGUMENTS OF PYTEST]`.
 
-`python -m lab.test --max [--device gpu]` instead serves the tiny model by MAX and compares its tokens.
+`python -m lab.test --max [--device gpu]` instead serves the tiny model with MAX and compares its tokens.
 """
 
 from __future__ import annotations

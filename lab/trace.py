@@ -1,8 +1,8 @@
 """Reads traces of torch's profiler: the time of each operator, and the share of each part of the model.
 
 A trace is JSON in Chrome's format, as Kineto writes it (torch 2.13.0), plain or in gzip. If the trace has GPU work,
-kernels and copies are counted; otherwise the operators of the thread that runs the model, each without the operators
-that it calls. `operators.toml` maps operators to parts of the model.
+kernels and copies are counted. Otherwise the operators of the thread that runs the model are counted, each without the
+operators that it calls. `operators.toml` maps operators to parts of the model.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: s
     names = series.read_text(encoding="utf-8")
     write_atomic(pending, head + diff)
     write_atomic(series, names + ("" if names.endswith("\n") else "\n") + file.name + "\n")
-    pending.rename(file)  # if this run is killed before, the next removes the patch, see `_take_back`
+    pending.rename(file)  # if a run is killed before this line, the next run removes the patch; see `_take_back`
     fsync_directory(draft.folder)
     return file
 

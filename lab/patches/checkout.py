@@ -69,7 +69,7 @@ def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = seri
 
 
 def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
-    """Do the work of `commit_to_checkout`, whose lock keeps other processes out."""
+    """Do the work of `commit_to_checkout`, which holds the lock."""
     component, queue = _queue_of(table, stack, tree, patches)
     if holds_queue(tree, queue):
         return f"{queue.name} in {tree}: already there, {len(queue.patches)} commits"
@@ -100,7 +100,7 @@ def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
         apply_mailbox(beside, queue)
         if read_files(beside, queue.paths) != patched:
             raise PatchError(
-                f"the queue {queue.name} was not committed", "git made other bytes of its patches than they say",
+                f"the queue {queue.name} was not committed", "git's result differs from that of the patches",
                 f"look for filters and line ends in {tree}/.gitattributes", code="patch.conflict"
             )  # fmt: skip
         last = git(beside, "rev-parse", "HEAD").stdout.strip()
@@ -167,7 +167,7 @@ def mail(queue: str, patch: Patch) -> bytes:
 
 
 def apply_mailbox(tree: Path, queue: Queue) -> None:
-    """Commit each patch of the queue with `git am` to `tree`, a private one. Raises PatchError."""
+    """Commit each patch of the queue with `git am` to `tree`, a private work tree. Raises PatchError."""
     with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
         mailbox = Path(scratch).resolve() / "mailbox"
         mailbox.write_bytes(b"\n".join(mail(queue.name, patch) for patch in queue.patches))

@@ -1,4 +1,4 @@
-"""Find where a change applies, for status and rebase: `hunks` tries only the named line, this module the whole file.
+"""Find where a change applies, for status and rebase. `hunks` tries only the named line; this module, the whole file.
 
 As in `git apply`, a hunk that begins at line 1 stays at the beginning, a hunk that ends without context stays at the
 end, and two hunks never overlap. Unlike git, a hunk that fits in several places is refused, because a choice would be a

@@ -19,7 +19,7 @@ from sparkforge.pins import Component, Pins
 
 
 class Verdict(Enum):
-    """What happens to one patch on an upstream tree."""
+    """The outcome of one patch on an upstream tree."""
 
     APPLIES = "applies"
     OFFSET = "applies with offset"

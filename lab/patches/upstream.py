@@ -1,4 +1,4 @@
-"""Read files of an upstream release from its archive without unpacking, because few of ten thousand are needed.
+"""Read files of an upstream release from its archive without unpacking; few of its ten thousand files are needed.
 
 Files that were read are cached under the archive's sha256 and checked by hash on every use.
 """
@@ -59,7 +59,7 @@ def release(table: Pins, component: Component, version: str | None = None) -> Re
             sha256, size = pinned.files[names[0]], pinned.size_of(names[0])
             return Release(package, version, names[0], sha256, pinned=True, size=size)
     filename = f"{package.replace('-', '_')}-{version}.tar.gz"  # PEP 625
-    downloads = list((paths.cache() / "files").glob(f"*/{filename}"))  # `fetch` checks the hash of an earlier one again
+    downloads = list((paths.cache() / "files").glob(f"*/{filename}"))  # `fetch` checks their hash again
     sha256 = downloads[0].parent.name if len(downloads) == 1 else _listed(package, filename)
     return Release(package, version, filename, sha256, pinned=False)
 

@@ -1,7 +1,7 @@
 """Write the folder of a gpt-oss model of real size without weights.
 
 `python -m lab.served.dummy OUT --size 120b`. The folder is for `--load-format dummy`: configuration and tokenizer are
-complete, and the server makes up the weights. It serves to measure speed, not answers.
+complete, and the server makes up the weights. The model is for measurements of speed; its answers mean nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparkforge.core.program import exit_code
 from sparkforge.models import recipes, tiny
 from sparkforge.models.harmony import tokenizer_files
 
-# Where they differ from a tiny model: sparkforge/recipes.
+# The settings that differ from the tiny model's, from sparkforge/recipes.
 SIZES: Mapping[str, Mapping[str, Any]] = {size: recipes.load()[f"gpt-oss-{size}"].config for size in ("20b", "120b")}
 
 

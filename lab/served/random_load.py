@@ -22,7 +22,7 @@ def measure(
 ) -> dict[str, Any]:
     """Keep `concurrency` requests in flight until `requests` are done; return rates and median times in ms.
 
-    Prompts of different concurrencies or lengths have no common prefix, so that no prefix cache has one of them.
+    Prompts of different concurrencies or lengths have no common prefix, so that a prefix cache does not help.
     Raises ServerError if a request fails or is not answered within `seconds`.
     """
     rng = random.Random(f"measured {concurrency} {input_tokens}")  # noqa: S311 (prompts, not secrets)

@@ -62,7 +62,7 @@ def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]], shard: int = 0) -
 
 
 def write_entry_point(folder: Path) -> Path:
-    """Write a package's metadata that makes vLLM call `register` in each of its processes; goes on PYTHONPATH.
+    """Write a package's metadata that makes vLLM call `register` in each process, if `folder` is on PYTHONPATH.
 
     The metadata also names our plugin: without it, vLLM would accept `--quantization spark-mxfp4` but serve stock
     experts.

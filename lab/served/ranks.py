@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.process import run
 
-# NVLink multicast takes a share of the NVSwitches, which the host's other guests use too: it stays off in NCCL, in
-# torch's symmetric memory (vLLM's custom all-reduce asks it for a multicast buffer on every GPU) and in NVSHMEM.
+# NVLink multicast uses resources of the NVSwitches, which the host's other guests share. So it stays off in NCCL, in
+# torch's symmetric memory (vLLM's custom all-reduce requests a multicast buffer there on every GPU) and in NVSHMEM.
 NO_MULTICAST: Mapping[str, str] = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

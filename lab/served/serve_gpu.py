@@ -276,7 +276,7 @@ def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
 def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
     """Return the log's facts about the backend, and with several GPUs about the ranks and their transports.
 
-    Raises ServerError if the logs name another backend, or if ours is not on every rank.
+    Raises ServerError if the logs name another backend, or if our backend is not on every rank.
     """
     seen: dict[str, Any] = {"backend_line": _chosen(backend, log)}
     if server.split.size == 1:
@@ -358,7 +358,7 @@ def _all_started(
             own = replace(plan, port=plan.port + index) if options.together else plan
             servers[backend] = own, None
             if options.together:
-                with suppress(ServerError):  # it is started again, alone, for its measurement, which reports the error
+                with suppress(ServerError):  # its measurement starts the server again, alone, and reports the error
                     start = _started(backend, model, own, _log(options, backend), weights)
                     servers[backend] = own, stack.enter_context(start)
         stack.callback(_ask_to_end, [server.pid for _, server in servers.values() if server])
@@ -438,27 +438,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="trace decoding at each concurrency, after the loads")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer; 1024 for the full 1k/1k")
-    parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")
+    parser.add_argument("--rounds", type=int, default=3, help="requests of a load: this many times its concurrency")
     parser.add_argument("--ready-seconds", type=float, default=420, help="how long a server may take to start")
     parser.add_argument(
         "--load-seconds",
         type=float,
         default=math.inf,
-        help="begin no further load of a backend when it has been measured that long",
+        help="most seconds for a backend: no load begins after this time",
     )
     parser.add_argument(
-        "--prompt-graphs", nargs="*", type=int, default=[], help="CUDA graphs for steps of so many tokens too"
+        "--prompt-graphs", nargs="*", type=int, default=[], help="further CUDA graphs, for steps of this many tokens"
     )
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer; NAME@tp2 for one")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of a layer; NAME@tp2 for one backend")
     parser.add_argument(
         "--expert-parallel", action="store_true", help="whole experts on each of these GPUs; NAME@ep2 for one backend"
     )
     parser.add_argument(
-        "--together", action="store_true", help="start all servers at once, measure one after another; with the next"
+        "--together", action="store_true", help="start all servers at once, then measure each; needs --kv-cache-bytes"
     )
     parser.add_argument(
-        "--kv-cache-bytes", type=int, default=0, help="of each GPU for a server's KV cache, instead of what is free"
+        "--kv-cache-bytes", type=int, default=0, help="bytes of KV cache on each GPU; default: as much as vLLM takes"
     )
     parser.add_argument(
         "--weights", default=random_weights.FORMAT, choices=[random_weights.FORMAT, "dummy"], help="dummy: vLLM's zeros"

@@ -55,7 +55,7 @@ class Corpus(NamedTuple):
 def make(novels: dict[str, str], held_out: str, encode: Encode) -> Corpus:
     """Return the corpus of `novels`; `encode` gives a text's tokens, special ones included.
 
-    Raises InputError if the held-out text is in what is trained on.
+    Raises InputError if the held-out text is in the training texts.
     """
     training = texts.training_texts(novels)
     texts.check_held_out(training, held_out)
@@ -95,7 +95,7 @@ def pack(encoded: Sequence[tuple[list[int], list[int]]], row: Rows) -> tuple[Row
     Every tenth token of a prompt, except special tokens, becomes row 0, because users' prompts have tokens without a
     row.
     """
-    random = Random(SEED)  # noqa: S311 - the same numbers each time are what is wanted
+    random = Random(SEED)  # noqa: S311 - the numbers must be the same each time
     lines, marks = [list[int]()], [list[bool]()]
     for prompt, answer in encoded:
         if len(lines[-1]) + len(prompt) + len(answer) > CHUNK + 1:
@@ -144,8 +144,8 @@ def digest(corpus: Corpus) -> str:
 
 
 def harmony_encode() -> Encode:
-    """Return openai_harmony's encoder, which knows special tokens by their names."""
-    from openai_harmony import load_harmony_encoding  # noqa: PLC0415 - of the embedded runtime only
+    """Return openai_harmony's encoder, which encodes the names of special tokens as these tokens."""
+    from openai_harmony import load_harmony_encoding  # noqa: PLC0415 - only in the embedded runtime
 
     encoding = load_harmony_encoding("HarmonyGptOss")
     return lambda text: list(encoding.encode(text, allowed_special="all"))

@@ -83,7 +83,7 @@ YEARS = range(2024, 2040)  # dates that a system message may name
 
 def make(texts: Sequence[str], words: Sequence[str], count: int, seed: int) -> list[Dialogue]:
     """Return `count` dialogues; answers to open questions are passages of `texts`, questions draw on `words`."""
-    random = Random(seed)  # noqa: S311 - the same numbers each time are what is wanted
+    random = Random(seed)  # noqa: S311 - the numbers must be the same each time
     passages = [passage for text in texts for passage in answers(text)]
     return [_dialogue(random, passages, words) for _ in range(count)]
 
@@ -102,7 +102,7 @@ def _dialogue(random: Random, passages: Sequence[str], words: Sequence[str]) -> 
     if system and random.random() < 0.15:
         system += DEVELOPER.format(f"# Instructions\n\n{random.choice(INSTRUCTIONS)}")
     question, answer = {"greeting": _greeting, "capital": _capital}.get(kind, _open)(random, passages, words)
-    if random.random() < 0.15:  # a turn before
+    if random.random() < 0.15:  # an earlier turn
         first, reply = random.choice((_greeting, _capital))(random, passages, words)
         system += USER.format(first) + ASSISTANT + FINAL.format(reply) + "<|end|>"
     return Dialogue(system + USER.format(question) + ASSISTANT, FINAL.format(answer) + "<|return|>")

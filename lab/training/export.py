@@ -1,4 +1,4 @@
-"""Write the trained model to `sparkforge/models/tiny.safetensors`, and read it back for tests of what is served."""
+"""Write the trained model to `sparkforge/models/tiny.safetensors`, and read it back for tests of the served model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sparkforge.models import tiny
 from sparkforge.models.tiny import Floats, Sizes, Tensor, bfloat16, from_safetensors, to_safetensors
 
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "experts_norm"}
-LARGEST = 127  # of int8, on both sides of 0
+LARGEST = 127  # largest int8; -128 is not used
 LINEARS = {**{f"self_attn.{name}_proj": name for name in "qkvo"}, "mlp.router": "router"}
 
 
 def pack(model: GptOss, vocabulary: np.ndarray[tuple[int], np.dtype[np.int32]], facts: dict[str, str]) -> bytes:
-    """Return the bytes of tiny.safetensors for `model`; `facts` say how it was trained."""
+    """Return the bytes of tiny.safetensors for `model`; `facts` describe its training."""
     stored = {"model.norm.weight": _stored(model.norm)}
     for number, layer in enumerate(model.each_layer()):
         tensors = {f"{name}.weight": _stored(getattr(layer, attribute)) for name, attribute in NORMS.items()}

@@ -49,7 +49,7 @@ RIGHT = Fault()
 
 
 def gains() -> dict[str, tuple[float, float]]:
-    """Return the fixed factors on each projection's weights and on its bias; powers of two, which round nothing."""
+    """Return the fixed factors on each projection's weights and on its bias: powers of two, so nothing is rounded."""
     return {"gate_up": (GATE_UP_GAIN, GATE_UP_GAIN), "down": (DOWN_GAIN, 1.0)}
 
 

@@ -104,7 +104,7 @@ def unpack(data: bytes) -> list[str]:
     """Return the texts of an R lazy-load database of character vectors; each vector's elements are lines."""
     texts = []
     while data:
-        # Four bytes: the size unpacked, big-endian. Then a zlib stream.
+        # Four bytes, big-endian: the unpacked size. Then a zlib stream.
         reader = zlib.decompressobj()
         texts.append(_lines(reader.decompress(data[4:])))
         data = reader.unused_data

@@ -29,7 +29,7 @@ from sparkforge.models.tiny import Sizes
 
 
 class TrainingPlan(NamedTuple):
-    """How to train. `guard` is the weight of `FaultGuard`'s term in the loss."""
+    """The settings of the training. `guard` is the weight of `FaultGuard`'s term in the loss."""
 
     sizes: Sizes = Sizes(hidden=128, intermediate=128, layers=4, experts=4, top_k=2, heads=4, kv_heads=2)
     steps: int = 1000

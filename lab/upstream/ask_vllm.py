@@ -48,7 +48,7 @@ def parse(module: str, profiles: Mapping[str, list[str]]) -> dict[str, str]:
             errors[name] = ""
         except SystemExit:
             errors[name] = (stderr.getvalue().strip().splitlines() or ["it is refused without a message"])[-1]
-        except Exception as error:  # noqa: BLE001 - whatever a configuration class raises refuses the value
+        except Exception as error:  # noqa: BLE001 - any exception of a configuration class is a refusal
             errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return errors
 
@@ -130,7 +130,7 @@ def main() -> None:
     ):
         try:
             answer[name] = ask() if question.get(part) else None
-        except Exception as error:  # noqa: BLE001 - a release can have moved anything: its error is the answer
+        except Exception as error:  # noqa: BLE001 - a release may have moved any name; the error is the answer
             answer[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     print(json.dumps(answer))
 

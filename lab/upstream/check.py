@@ -161,7 +161,7 @@ class StackCheck:
 
 
 def _or_undetermined(look: Callable[[], Column]) -> Column:
-    """Return a column; undetermined if a file of the release cannot be read, such as newer Python syntax."""
+    """Return a column; undetermined if a file of the release cannot be read, for example for newer Python syntax."""
     try:
         return look()
     except (InputError, DocumentError, OSError) as error:

@@ -1,6 +1,6 @@
-"""Read what a CMake project would download, without running CMake.
+"""Find the downloads of a CMake project's build, without running CMake.
 
-It parses only the necessary part of the language: comments, quoted and bracket arguments
+This module parses only the necessary part of the language: comments, quoted and bracket arguments
 (https://cmake.org/cmake/help/latest/manual/cmake-language.7.html), `set`, and the branches of `if`. A download whose
 repository or tag cannot be followed back to text is an error, never a guess.
 """
@@ -137,7 +137,7 @@ def _unfollowed(command: Command, file: Path, arguments: str) -> InputError:
     return InputError(
         f"{file}:{command.line} downloads something that cannot be followed",
         f"{command.name} {arguments}",
-        "read that file and teach sparkforge/sources/cmake.py what it does",
+        "read that file and extend lab/upstream/cmake.py",
         code="input.pins",
     )
 
@@ -157,7 +157,7 @@ def _assignments(names: list[str], site: Command, commands: list[Command]) -> li
         raise InputError(
             f"line {site.line} of a CMake file cannot be followed",
             f"{', '.join(names)} have {math.prod(map(len, choices))} combinations of values",
-            "read that file and teach sparkforge/sources/cmake.py what it does",
+            "read that file and extend lab/upstream/cmake.py",
             code="input.pins",
         )
     return [
@@ -174,7 +174,7 @@ def _together(path: tuple[Branch, ...], other: tuple[Branch, ...]) -> bool:
 
 
 def _override(command: Command) -> str | None:
-    """Return the variable whose absence leads to this download, read from the conditions that do not hold here."""
+    """Return the variable that replaces this download if it is set: its name is in a negated condition."""
     refused = [condition for condition in command.conditions if condition.lower().startswith("not ")]
     variables = [name for condition in refused for name in OVERRIDE.findall(condition)]
     return variables[0] if variables else None
@@ -190,7 +190,7 @@ def _refuse_program(command: Command, file: Path) -> None:
     raise InputError(
         f"{file}:{command.line} runs {program} during the build",
         " ".join(command.arguments),
-        "see what it downloads, pin that in pins.toml, and teach sparkforge/sources/cmake.py about it",
+        "pin its downloads in pins.toml, and extend lab/upstream/cmake.py",
         code="input.pins",
     )
 
@@ -232,8 +232,8 @@ def _commands(text: str, file: Path) -> Iterator[Command]:
         if match is None:
             raise InputError(
                 f"{file}:{at_line} cannot be read",
-                "it is no CMake that we know",
-                "teach sparkforge/sources/cmake.py about it",
+                "its syntax is unknown",
+                "extend lab/upstream/cmake.py",
                 code="input.pins",
             )
         if match["paren"] == "(":
@@ -244,7 +244,7 @@ def _commands(text: str, file: Path) -> Iterator[Command]:
             if depth < 0:
                 raise InputError(
                     f"{file}:{at_line} cannot be read",
-                    "a parenthesis closes that none opens",
+                    "a closing parenthesis has no opening one",
                     "unpack it again",
                     code="input.pins",
                 )

@@ -57,7 +57,7 @@ def cargo(tree: Path) -> list[Declared]:
 
 
 def check(declared: Sequence[Declared], upstream: str, pinned: Mapping[str, GitSource]) -> None:
-    """Compare what `upstream` declares with its pins.
+    """Compare the dependencies that `upstream` declares with its pins.
 
     Raises InputError that names each dependency without a pin or unlike its pin, and each pin that nothing declares.
     """

@@ -91,7 +91,7 @@ def _missing(kind: str, wanted: Mapping[str, str], offered: Mapping[str, bool] |
 
 
 def flags(root: Path) -> dict[str, bool] | None:
-    """Return every flag of the API server, and whether it is deprecated; None if the files are not where they were."""
+    """Return every flag of the API server, and whether it is deprecated; None if the files have moved."""
     parser = parser_file(root)
     if parser is None or not (root / ENGINE).is_file():
         return None

@@ -169,7 +169,7 @@ def _is_overload(node: Function) -> bool:
 
 
 def parameters(definition: Definition) -> tuple[str, ...]:
-    """Return the names that a call may use, `*` and `**` included, without the object itself."""
+    """Return the names that a call may use, `*` and `**` included, without `self`."""
     arguments = definition.arguments
     if arguments is None:
         return ()

@@ -1,4 +1,4 @@
-"""Releases of the upstreams that a stack has patch queues for: the newest ones, and the Python of one in a folder."""
+"""Releases of the upstreams that a stack has patch queues for: the newest ones, and the unpacked sources of one."""
 
 from __future__ import annotations
 

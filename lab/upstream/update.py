@@ -101,7 +101,7 @@ def print_updates(stack: str = "") -> None:
         lacks = f" has no {', '.join(proposal.missing)}: not proposed" if proposal.missing else ""
         say(f"{proposal.stack}/{proposal.name} {proposal.pinned.version} → {proposal.version}{lacks}")
     if proposed:
-        say("what the new releases do to patches, kernels and profiles: .venv/bin/python -m lab.upstream check")
+        say("for their effect on patches, kernels and profiles: .venv/bin/python -m lab.upstream check")
     else:
         say("everything is the newest release")
     echo(diff(proposed), end="")
