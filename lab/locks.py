@@ -1,4 +1,4 @@
-"""`./inv pins.lock`: uv resolves every `locks/NAME.in` into a hash-locked set, as `locks/sets.toml` says.
+"""`./inv pins.lock`: uv resolves every `locks/NAME.in` into a hash-locked set, as `locks/sets.toml` defines.
 
 Each set has one index, and hashes for every file.
 """

@@ -273,7 +273,7 @@ def _describe(result: PressureTrial) -> str:
 
 
 def _remove(group: Path) -> None:
-    """Kill what is left in a cgroup, and remove it."""
+    """Kill the remaining processes of a cgroup and remove the cgroup."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:

@@ -47,7 +47,7 @@ def problems(files: Iterable[Path]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong and return the exit code."""
+    """Print the problems and return the exit code."""
     files = [file for folder in ("sparkforge", "validate") for file in sorted((ROOT / folder).rglob("*.py"))]
     found = [*problems(file for file in files if str(file.relative_to(ROOT)) not in WRITERS)]
     print(*found, sep="\n", end="\n" if found else "")

@@ -116,7 +116,7 @@ def problems(texts: Mapping[Path, str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong and return the exit code."""
+    """Print the problems and return the exit code."""
     lines = [*problems(pages()), *named_in_code()]
     digest = hashlib.sha256((DOCS / "assets" / "architecture.mmd").read_bytes()).hexdigest()
     if digest not in (DOCS / "assets" / "architecture.svg").read_text(encoding="utf-8"):

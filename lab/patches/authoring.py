@@ -90,7 +90,7 @@ def new_patch(order: PatchOrder, table: Pins | None = None, patches: Path = PATC
 
 
 def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = PATCHES) -> PatchDraft:
-    """Find the queue and the release of the patch `name`, and remove what a killed run left.
+    """Find the queue and the release of the patch `name`, and remove the remains of a killed run.
 
     Raises UsageError for an invalid name or a name in use.
     """

@@ -36,7 +36,7 @@ TODO = ".git/sparkforge-todo"
 
 @dataclass(frozen=True)
 class Carried:
-    """One patch of the old queue: its line in `series`, what happened to it, and whether the new queue has it."""
+    """One patch of the old queue: its line in `series`, its outcome, and whether the new queue has it."""
 
     name: str
     action: str

@@ -1,4 +1,4 @@
-"""Measures vLLM serving a gpt-oss of real size with made-up weights, one backend after another, on this machine's GPU.
+"""Measures vLLM serving a gpt-oss of real size with random weights, one backend after another, on this machine's GPU.
 
 `python -m lab.served.serve_gpu --out FILE.json` starts a server for each backend, requests a fixed number of tokens at
 each concurrency, and ends the server. Every figure is saved immediately, so that an interrupted run keeps its figures.
@@ -114,7 +114,7 @@ class ServingLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """What is measured: prompt and output tokens of each request, concurrencies, and how long each step may take."""
+    """The measurement: prompt and output tokens of each request, concurrencies, and how long each step may take."""
 
     input_tokens: int
     output_tokens: int

@@ -25,7 +25,7 @@ ROPE_BASE, ROPE_FACTOR, ROPE_ORIGINAL, BETA_FAST, BETA_SLOW = 150_000.0, 32.0, 4
 # 1, where its limit of 7 has an effect, and scale its large outputs down again.
 GATE_UP_GAIN, DOWN_GAIN = 4.0, 1 / 16
 # Each expert is initialised with weights that add OFFSET or -OFFSET to every value of the residual stream, and a bias
-# that subtracts it. A fault in either (a bias, a scale, the limit) then affects every token.
+# that subtracts OFFSET. A fault in a bias, a scale or the limit then affects every token.
 OFFSET, LEAN = 4.0, 3.0  # LEAN: the average of SwiGLU's inputs, which gives its outputs one sign
 SAMPLES = 4096  # random tokens over which that average is taken
 

@@ -31,7 +31,7 @@ KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")  # no token and n
 
 @dataclass(frozen=True)
 class ReleaseAnswer:
-    """What a release's code answered. `refusal` says why its selector gave no answer."""
+    """The answer of a release's code. `refusal` is the reason if its selector gave none."""
 
     backend: str = ""
     refusal: str = ""

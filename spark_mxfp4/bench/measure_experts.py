@@ -161,7 +161,7 @@ def chosen_models(known: dict[str, LayerSizes], experts: str) -> dict[str, Layer
 
 
 def main() -> None:
-    """Measure what the flags ask for and save JSON."""
+    """Make the selected measurements and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
     flags.add_argument("--peer", help="folder that holds triton_kernels")
@@ -189,7 +189,7 @@ def main() -> None:
     }  # fmt: skip
 
     def save() -> None:
-        """Write what has been measured so far."""
+        """Write the figures so far."""
         arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     print_row("ceilings", result["ceilings"])

@@ -235,7 +235,7 @@ def _named(names: str | None) -> Iterable[str]:
 
 
 def main() -> None:
-    """Measure what the flags ask for and save JSON."""
+    """Make the selected measurements and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
     flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="comma-separated; default: 1 to 64")

@@ -184,7 +184,7 @@ def time_model(
 
 
 def latency(plans: list[LayerPlan]) -> list[dict[str, Any]]:
-    """Time one token with 1 to 8 experts, to extrapolate the latency for zero bytes; also time a tiny layer."""
+    """Time one token with 1 to 16 experts, to extrapolate the latency for zero bytes; also time a tiny layer."""
     model = MODELS["gpt-oss-120b"]
     layers, rows = layers_of(model), []
     tiny = hopper.HopperKernel("hopper").prepare(random_weights(4, 64, 64))

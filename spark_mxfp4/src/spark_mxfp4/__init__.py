@@ -1,6 +1,6 @@
 """MXFP4 numbers and mixture-of-experts kernels, usable from vLLM, transformers or alone.
 
-The import loads nothing else. Each integration (`vllm`, `hf`, `max`) raises an error that names a missing package.
+Importing this package loads none of them. Each integration (`vllm`, `hf`, `max`) names a missing package in its error.
 """
 
 

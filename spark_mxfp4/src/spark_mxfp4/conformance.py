@@ -86,7 +86,7 @@ def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Ca
 
 
 def meant(kernel: MoeKernel, cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
-    """Return `cases`, and the cases for other activations if `kernel` takes them."""
+    """Return `cases`, and the cases for other activations if `kernel` supports those."""
     return cases + OTHER_ACTIVATIONS * kernel.activations
 
 

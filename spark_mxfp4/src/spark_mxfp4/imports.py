@@ -1,4 +1,4 @@
-"""Import modules that a user names: own kernels and kernels hubs. This package imports nothing else by a string."""
+"""Import modules that a user names: own kernels and kernels hubs. All other imports of this package are statements."""
 
 from __future__ import annotations
 

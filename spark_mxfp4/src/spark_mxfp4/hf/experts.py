@@ -104,7 +104,7 @@ class PackedExperts(nn.Module):
         self.kernel = kernel
 
     def misfit(self) -> str | None:
-        """Describe the first parameter that a checkpoint gave another shape or dtype; return None if there is none."""
+        """Describe the first loaded parameter with a wrong shape or dtype; return None if there is none."""
         for name, shape in self.sizes.shapes().items():
             parameter, kind = getattr(self, name), "float" if name.endswith("_bias") else torch.uint8
             if tuple(parameter.shape) != shape or parameter.is_floating_point() != name.endswith("_bias"):

@@ -122,7 +122,7 @@ def _first_device(device_map: Any) -> torch.device:
 def _layers(model: Any) -> list[str]:
     """Return the names of the experts' modules, converted or not. Raises ValueError for an unsupported model.
 
-    Names only: a list of modules would keep every dense layer alive until the last is converted.
+    It returns no modules, because their list would keep every dense layer in memory until the last one is converted.
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -206,7 +206,7 @@ def _from_stock(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.de
 
 
 def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
-    """Return the packed module for one layer; peak memory is both layers and one dense expert."""
+    """Return the packed module for one layer; at the peak, memory has both layers and one more dense expert."""
     sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
     packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
     for projection in PROJECTIONS:

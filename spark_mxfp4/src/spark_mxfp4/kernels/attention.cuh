@@ -4,8 +4,7 @@
 //
 // A head has 64 dimensions. A key head has at most eight query heads; they are the columns of mma.m16n8k16. Keys and
 // values are loaded from global memory to registers and used there, without shared memory. No copy in shared memory is
-// needed, because a sum over dimensions can take them in any order and values are transposed in registers, as 8 x 8
-// tiles.
+// needed, because a sum over dimensions can have any order and values are transposed in registers, as 8 x 8 tiles.
 //
 // In one step a warp processes 16 cached tokens. Before it computes, it loads the keys and values of its next step and
 // the block numbers of the step after that. The cached tokens of its first step are loaded before the preceding kernel

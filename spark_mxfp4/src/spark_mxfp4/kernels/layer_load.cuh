@@ -200,7 +200,7 @@ __device__ __forceinline__ void load_item(const Layer& l, const Tiles& tiles, co
       activations.template load<false, false>(chunk);
     }
     activations.store(ring, chunk, item.end);
-    wait_for_grid();  // not earlier, because the ring is empty: the first stages are stored without waiting
+    wait_for_grid();  // after the first store, because the ring is empty and the store does not block
   }
 }
 

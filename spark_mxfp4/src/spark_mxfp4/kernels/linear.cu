@@ -1,6 +1,6 @@
 // Dense products of 4-bit or 8-bit weights and few tokens, at the speed of memory: out[m][n] = Σ x[m][k] · w[n][k].
 //
-// The variants Columns: a thread block computes tiles of 16 rows one after another. Its warps share the columns of a
+// In the variants Columns a thread block computes tiles of 16 rows one after another. Its warps share the columns of a
 // tile, CPW chunks of 64 each, and keep their part of the activations in registers. Each warp has its own ring buffer
 // of DEPTH tiles, which it fills (cp.async) with the weights that it expands, so only the final sum over the warps
 // needs a barrier of the block. The variants Rows, for many rows, are described below.

@@ -27,7 +27,7 @@ def quantize(
     blocks: tl.tensor,
     BLOCKS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Convert BLOCKS of `blocks` blocks: scale 2^(floor(log2(largest)) - 8), elements rounded to even, at most 448.
+    """Convert BLOCKS of `blocks` blocks: scale 2^(floor(log2(largest)) - 8), elements to nearest even, at most 448.
 
     `x_ptr` and `elements_ptr` (E4M3 as u8) are contiguous, 32 elements a block; `scales_ptr` is E8M0, u8, one a block.
     """

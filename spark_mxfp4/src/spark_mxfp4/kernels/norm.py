@@ -20,8 +20,8 @@ Norm, Peers = extension.structure("Norm"), extension.structure("Peers")
 class Ranks(NamedTuple):
     """GPUs of one host whose partial results are added: `boxes` are the addresses of their inboxes, int64 [ranks].
 
-    An inbox has `inbox_bytes` zeros before the first launch. `buffers` (int32 [MOST_TOKENS], zeros at first) is the
-    next of its three buffers for each token. All ranks must launch the same norms in the same order.
+    An inbox has `inbox_bytes` zeros before the first launch. `buffers` (int32 [MOST_TOKENS], zeros at first) has, for
+    each token, the number of the inbox's next buffer. All ranks must launch the same norms in the same order.
     """
 
     boxes: torch.Tensor

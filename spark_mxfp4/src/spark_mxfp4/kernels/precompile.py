@@ -1,7 +1,7 @@
 """Compile the CUDA kernels before they are needed: `python -m spark_mxfp4.kernels.precompile 90a 121a`.
 
 The shared libraries are in `compiled/`, next to the sources; a missing library is compiled into the user's cache at
-first use. They need neither torch nor CUDA's runtime library, only a driver. A library's name contains a hash of its
+first use. Libraries need only a driver, not torch or CUDA's runtime library. A library's name contains a hash of its
 sources and flags, so a library of other sources is never loaded. `SPARK_MXFP4_PRECOMPILE=90a,121a uv build --wheel
 spark_mxfp4` adds the libraries to the wheel. This module imports only the standard library, because a build has no
 torch.

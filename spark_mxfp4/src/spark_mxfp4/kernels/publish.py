@@ -2,9 +2,9 @@
 
 The layout is that of `kernels` 0.17: `build/torch-cuda` and `build/torch-cpu`, each a complete package with a
 `metadata.json`. A hub package may be loaded from any path and next to another version of itself. So a copy contains
-every module that it needs, imports them relatively, and its torch operators have their own namespace. It works without
-spark-mxfp4 installed. CUDA kernels are included as sources, which nvcc builds at first use on compute capability 9.0;
-without nvcc Triton runs. This module imports only the standard library.
+every module that it needs, has relative imports, and its torch operators have their own namespace. It works without
+spark-mxfp4 installed. CUDA kernels are included as sources, which nvcc builds at first use on compute capability 9.0
+and 12.1; without nvcc Triton runs. This module imports only the standard library.
 """
 
 from __future__ import annotations

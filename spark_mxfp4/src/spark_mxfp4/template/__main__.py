@@ -8,7 +8,7 @@ from spark_mxfp4 import template
 
 
 def main(arguments: list[str]) -> int:
-    """Write a kernel and print what to run next; returns the exit code."""
+    """Write a kernel and print the next commands; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spark_mxfp4.template", description=template.__doc__)
     parser.add_argument("name", help="the module's name, such as fast_moe")
     parser.add_argument("--folder", type=Path, default=Path(), help="parent of the new folder; default: here")

@@ -1,12 +1,12 @@
-"""The MXFP4 format and its expansion in registers, by shifts instead of a table. 32 E2M1 elements share one E8M0 scale.
+"""The MXFP4 format and its expansion in registers, without a table. 32 E2M1 elements share one E8M0 scale.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0). Two elements share a
 byte, the first in the low nibble. If an element times its scale is 2^128 or more, the result is infinite. Scale byte
 255 makes its 32 values NaN.
 
-Kernels take activations in *paired order*: every eight columns 0 … 7 are stored as 0 4 1 5 2 6 3 7. The eight nibbles
-of a word then give the pairs (0, 4), (1, 5), (2, 6), (3, 7) by shifts alone, because nibbles i and i + 4 are 16 bits
-apart.
+Kernels take activations in *paired order*: every eight columns 0 … 7 are stored as 0 4 1 5 2 6 3 7. Masks and
+multiplications then turn the eight nibbles of a word into the pairs (0, 4), (1, 5), (2, 6), (3, 7), because nibbles i
+and i + 4 are 16 bits apart.
 """
 
 from std.memory import bitcast
