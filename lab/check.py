@@ -46,7 +46,7 @@ WITHOUT_WHEEL = {"aarch64": ("shellcheck",)}
 
 
 def check() -> None:
-    """Run every check, print their findings, and raise ProcessError if one of them failed."""
+    """Run all checks, print their findings, and raise ProcessError if one of them failed."""
     reference = (sys.executable, "-m", "lab.reference_pages", "--check")
     ours = {name: (sys.executable, "-m", f"lab.{name}") for name in ("pages", "names")}
     commands: dict[str, tuple[str, ...]] = {**CHECKS, "reference pages": reference, **ours}

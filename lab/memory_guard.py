@@ -74,7 +74,7 @@ class TrialScope:
     group: Path | None = None
 
     def kills(self) -> int:
-        """Return how many processes of this scope the kernel has killed for memory."""
+        """Return how many processes of this scope the kernel has killed for lack of memory."""
         files = ("memory.events", "memory.oom_control") if self.group else ("/proc/vmstat",)
         for file in files:
             with suppress(OSError):

@@ -81,8 +81,9 @@ def report_path(stack: str) -> Path:
 def verify_reproducible(stack: str, more: Sequence[str], against: str = "", key_file: Path | None = None) -> None:
     """Build twice, compare, write `.sparkforge/reproducible-STACK.json`; archives that differ are kept in its folder.
 
-    With `against`, an OCI archive or REPOSITORY@DIGEST, build once; `key_file` then signs that it was rebuilt, for this
-    machine and for that repository. Raises IntegrityError, EngineError without buildx, StorageError for the key.
+    With `against`, an OCI archive or REPOSITORY@DIGEST, build once; a statement of the rebuild is then signed with
+    `key_file`, for this machine and that repository. Raises IntegrityError, EngineError without buildx, StorageError
+    for the key.
     """
     key = signing.private_key(key_file) if key_file else None
     needed = NEEDED_BYTES[pins.load().image(stack).device]

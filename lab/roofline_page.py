@@ -55,7 +55,7 @@ def formats_table(model: Architecture, device: Device, compared: Sequence[DenseF
 
 
 def experts_table(model: Architecture, device: Device) -> str:
-    """Return a row for each number of tokens: weights of the experts that they select, over the memory's bandwidth."""
+    """Return a row for each number of tokens: bytes of the experts that they select, over the bandwidth."""
     rows = []
     for tokens in TOKENS:
         hit = roofline.experts_touched(model.experts, model.top_k, tokens)

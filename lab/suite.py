@@ -28,7 +28,7 @@ UNIT = Environment("unit")
 WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third saves a tenth of the time
 FAST_WORKERS = 8  # without vLLM and torch; a test that waits for a process leaves its core to another
 TEMPORARY_BYTES = 200_000_000  # chosen, not measured: on a full disk pytest itself ends in a traceback
-WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two ranks or two servers 6 GB
+WORKER_BYTES = 8_000_000_000  # 1.5 GB for pytest with torch, and 6 GB for a vLLM of two ranks or two servers
 # Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
 FAST = "SPARKFORGE_TEST_FAST"
 # On CI a failed test runs once more, and the report names it (`RERUN`), because tests with real processes may time out
@@ -105,7 +105,7 @@ def _campaign(given: argparse.Namespace) -> TestRun:
     if length < 1:
         raise UsageError(f"--minutes {length} is too short", "it takes a whole number from 1", "--minutes 10")
     output = paths.state() / "robustness" / f"{datetime.now(UTC):%Y%m%d_%H%M%S}.json"
-    # No package index may be reached: every scenario has its own.
+    # Scenarios use their own package indexes; every other index must be unreachable.
     variables = {"PYTHONPATH": str(ROOT / "tests"), "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
     arguments = ("robustness.campaign", "--minutes", str(length), "--output", str(output))
     return TestRun(arguments, variables, output=output)

@@ -109,7 +109,7 @@ def target(text: str) -> tuple[str, str]:
 
 
 def chosen(table: Pins, stack: str, against: str, patches: Path = PATCHES) -> tuple[Component, Queue, str]:
-    """Return the stack's component and queue that `against` names, and the version. Raises InputError for none."""
+    """Return the stack's component and queue that `against` names, and the version; raises InputError if none."""
     name, version = target(against)
     pairs = queues(table, stack, patches)
     for component, queue in pairs:

@@ -25,7 +25,7 @@ from sparkforge.models import tiny
 from sparkforge.serve.devices import in_environment
 
 TEXT = "persuasion-24"
-# Attention and LM head; the others are compared with the first.
+# Formats of attention and LM head; all other pairs are compared with the first.
 PAIRS = (
     ("bf16", "bf16"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4"), ("fp8", "fp8"), ("mxfp4", "bf16"),
     ("bf16", "mxfp4"), ("mxfp8", "bf16"), ("bf16", "mxfp8"),

@@ -82,7 +82,7 @@ YEARS = range(2024, 2040)  # dates that a system message may name
 
 
 def make(texts: Sequence[str], words: Sequence[str], count: int, seed: int) -> list[Dialogue]:
-    """Return `count` dialogues; answers to open questions are passages of `texts`, questions draw on `words`."""
+    """Return `count` dialogues; answers to open questions are passages of `texts`, questions use `words`."""
     random = Random(seed)  # noqa: S311 - the numbers must be the same each time
     passages = [passage for text in texts for passage in answers(text)]
     return [_dialogue(random, passages, words) for _ in range(count)]

@@ -127,7 +127,7 @@ def _places(wanted: Wanted, vllm: Package) -> list[str]:
 
 
 def _targets(wanted: Wanted, tree: ast.Module, vllm: Package) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of FlashInfer that `wanted` stands for in a module of vLLM."""
+    """Yield FlashInfer's (module, name) of the object that a module of vLLM calls `wanted`."""
     if wanted.module:
         yield wanted.module, wanted.name
         return

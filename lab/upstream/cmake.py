@@ -2,7 +2,7 @@
 
 This module parses only the necessary part of the language: comments, quoted and bracket arguments
 (https://cmake.org/cmake/help/latest/manual/cmake-language.7.html), `set`, and the branches of `if`. A download whose
-repository or tag cannot be followed back to text is an error, never a guess.
+repository or tag cannot be resolved to text is an error; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LARGEST = 4 << 20  # bytes of a CMake file
 UNPACK = "unpack the source again: ./inv build --only sources"
 MOST_WAYS = 10_000  # combinations of values of one download's variables
 
-Branch = tuple[int, int]  # which `if`, and which of its arms
+Branch = tuple[int, int]  # the number of an `if`, and of one of its branches
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a CMake file, with the arms of `if` that it is in."""
+    """A command of a CMake file, with the branches of `if` that enclose the command."""
 
     name: str
     arguments: tuple[str, ...]
@@ -117,7 +117,7 @@ def _content(command: Command, commands: list[Command], file: Path) -> list[Decl
 def _resolved(
     command: Command, commands: list[Command], file: Path, *, name: str = "", remote: str, tag: str = ""
 ) -> list[Declared]:
-    """Follow the variables in name, address and revision back to text: one result for each way through the branches."""
+    """Resolve the variables in name, address and revision: one result for each path through the branches."""
     texts = (name, remote, tag)
     variables = sorted({match["name"] for text in texts for match in REFERENCE.finditer(text)})
     downloads = set()
@@ -168,7 +168,7 @@ def _assignments(names: list[str], site: Command, commands: list[Command]) -> li
 
 
 def _together(path: tuple[Branch, ...], other: tuple[Branch, ...]) -> bool:
-    """Tell whether two paths take no different arms of one `if`."""
+    """Tell whether two paths take the same branch of every `if` that is in both."""
     arms = dict(path)
     return all(arms.get(block, arm) == arm for block, arm in other)
 
@@ -204,7 +204,7 @@ def _value(arguments: tuple[str, ...], keywords: tuple[str, ...]) -> str | None:
 
 
 def _placed(commands: Iterator[Command]) -> Iterator[Command]:
-    """Give each command its arms of `if`, and the conditions that hold there (`not …` for those that do not)."""
+    """Give each command its branches of `if`, and the conditions that hold there (`not …` for false ones)."""
     arms: list[tuple[Branch, list[str]]] = []
     block = 0
     for command in commands:

@@ -51,7 +51,7 @@ from .registry import load
 
 
 class Kernel(MoeKernel):
-    """torch operations, which wait to learn the selected experts."""
+    """torch operations, which copy the selected experts to the host."""
 
     cuda_graphs = False
 

@@ -49,7 +49,7 @@ def shared_bytes(columns: Int) -> Int:
 
 @always_inline
 def uniform(value: Int) -> Int:
-    """Returns `value`, which all lanes share. The shuffle tells ptxas, which otherwise does not overlap `wgmma`."""
+    """Returns `value`, which all lanes share. Without this shuffle ptxas does not overlap `wgmma`."""
     return Int(shuffle_idx(Int32(value), UInt32(0)))
 
 
