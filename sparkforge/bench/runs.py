@@ -17,7 +17,7 @@ from typing import Any
 from sparkforge.bench import baselines, gate, load, report, schema, settings
 from sparkforge.bench import text as texts
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, compare_with_competition, compute_ratios
-from sparkforge.bench.context import describe_server, facts, read_table
+from sparkforge.bench.context import describe_server, facts
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.load import CLIENT, FinishedLoad
 from sparkforge.bench.report import PER_GPU
@@ -26,7 +26,7 @@ from sparkforge.bench.settings import BenchSettings
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, safe, say
 from sparkforge.core.errors import BenchmarkError, InputError, SparkforgeError, UsageError
-from sparkforge.core.files import locked, write_atomic, write_json
+from sparkforge.core.files import locked, read_json, write_atomic, write_json
 from sparkforge.core.openai import Endpoint
 
 PLAN = "batch.json"
@@ -93,7 +93,7 @@ def batch_folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
         # Not glob, which treats an unreadable folder as empty, so that a second batch would begin.
         names = [path.name for path in output.iterdir()] if output.is_dir() else []
         for batch in (output / name for name in sorted(names, reverse=True) if name.startswith(stem)):
-            saved = read_table(batch / PLAN)
+            saved = _read_plan(batch)
             if saved.get("plan") == wanted and not saved.get("complete"):
                 say(f"continuing {batch.name}")
                 return batch
@@ -102,6 +102,15 @@ def batch_folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
         batch = batch.with_name(f"{batch.name}_")
     write_json(batch / PLAN, {"plan": wanted, "complete": False})
     return batch
+
+
+def _read_plan(batch: Path) -> dict[str, Any]:
+    """Return a batch's plan, empty if it has none. An unreadable plan is an error: a second batch would begin."""
+    try:
+        value = read_json(batch / PLAN)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def run_all(bench: Bench, files: Mapping[Path, Config], *, is_batch: bool) -> list[Result]:
@@ -133,7 +142,7 @@ class FailedStepError(Exception):
 
 def finish(batch: Path) -> None:
     """Mark a batch as complete, so that the next run begins a new one."""
-    write_json(batch / PLAN, {**read_table(batch / PLAN), "complete": True})
+    write_json(batch / PLAN, {**_read_plan(batch), "complete": True})
 
 
 def line(result: Result) -> str:
