@@ -138,6 +138,7 @@ def replace(layers):
         (lambda _: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2)), "its experts are not gpt-oss'"),
         (lambda _: torch.nn.Linear(2, 2), "type Linear · it is dense"),
         (lambda make: changed(make(), replace), "another library has replaced them"),
+        (lambda make: changed(make(), lambda layers: replace(layers[:1])), "experts of 1 of 3 layers are not"),
         (lambda make: make(exact=False, intermediate_size=40), r"0\.mlp\.experts\.down_proj · 40 inputs are no"),
         (lambda make: make(swiglu_limit=5.0), "swiglu_limit 5.0, the kernels know 1.702 and 7.0"),
         (

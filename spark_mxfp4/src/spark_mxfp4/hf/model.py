@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP
 from transformers.utils import is_accelerate_available, logging
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -142,10 +142,11 @@ def _layers(model: Any) -> list[str]:
         raise ValueError(f"cannot convert a model of type {type_name} · {reason} · {fix}")
     kinds = GptOssExperts | PackedExperts | Mxfp4GptOssExperts
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    if not names:
+    layers = sum(isinstance(module, GptOssMLP) for module in model.modules())
+    if not names or len(names) < layers:
         raise ValueError(
-            "cannot convert this gpt_oss model · its experts are not transformers' GptOssExperts: another library has "
-            "replaced them · load it by spark_mxfp4.hf.load_packed"
+            f"cannot convert this gpt_oss model · the experts of {layers - len(names)} of {layers} layers are not "
+            "transformers' GptOssExperts: another library has replaced them · load it by spark_mxfp4.hf.load_packed"
         )
     return names
 
