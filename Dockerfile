@@ -1,13 +1,13 @@
-# The images of the stacks that stand on Debian, from one file: docs/concepts/images.md, docs/decisions/0005-images-from-hashes.md.
+# The images of all stacks: docs/concepts/images.md, docs/decisions/0005-images-from-hashes.md.
 #
 #   docker build --tag sparkforge/vllm:spark .                                     for a DGX Spark (linux/arm64)
 #   docker build --build-arg STACK=embedded --tag sparkforge/vllm:embedded .       for a machine without a GPU
 #   docker build --platform linux/arm64 --tag sparkforge/vllm:spark-arm64 .        for a Spark, on x86-64
 #
-# Every input is named by hash: bases by digest (pins.toml), Debian packages and Python packages by sha256 (locks/).
+# Every input has a hash: base images a digest (pins.toml), Debian packages and Python packages a sha256 (locks/).
 
 ARG STACK=spark
-# wheel: upstream's build and FlashInfer's kernels for 12.1a. source: vLLM compiled for it too.
+# wheel: upstream's vLLM and FlashInfer's kernels for 12.1a. source: vLLM's kernels are compiled too.
 ARG VLLM_FROM=wheel
 
 # Wheels that your package index lacks: --build-context wheels=FOLDER
@@ -17,10 +17,10 @@ FROM scratch AS packs
 # vLLM's sources for VLLM_FROM=source without git hosts, an unpacked bundle or checkouts: --build-context bundle=FOLDER
 FROM scratch AS bundle
 
-# ── What each device stands on, and each stack on its device. linux/arm64 and linux/amd64; the Debian packages are
-# locks/debian/DEVICE-…, and the locks of Python packages are for Python 3.13 (cuda) and 3.11 (cpu) ──────────────────
+# ── The base of each device, and of each stack, for linux/arm64 and linux/amd64. locks/debian/DEVICE-… has the Debian
+# packages; the locks of Python packages are for Python 3.13 (cuda) and 3.11 (cpu) ──────────────────────────────────
 FROM debian:trixie-slim@sha256:a29215f6a35e51e22adffa17f89e9d2ef06214e64a2bad10d765c46aea49f11f AS base-cuda
-# What kernels are compiled with, and what a server needs so that it takes them.
+# Variables with which kernels are compiled, and which a server needs to use them.
 ENV SPARKFORGE_DEVICE=cuda \
     SPARKFORGE_PROFILE=spark \
     FLASHINFER_CUDA_ARCH_LIST=12.1a \
@@ -36,8 +36,8 @@ FROM base-cuda AS base-spark
 FROM base-cuda AS base-spark-next
 FROM base-cpu AS base-embedded
 
-# ── The same for the machine that builds, which need not be the image's: nothing is compiled in emulation. What is equal
-# up to the first package makes one stage of a native build ─────────────────────────────────────────────────────────────
+# ── The same for the machine that builds, which can have another architecture, so that nothing is compiled in emulation.
+# In a native build these stages equal those above, and Docker builds them once ─────────────────────────────────────────
 FROM --platform=$BUILDPLATFORM debian:trixie-slim@sha256:a29215f6a35e51e22adffa17f89e9d2ef06214e64a2bad10d765c46aea49f11f AS builder-cuda
 ENV SPARKFORGE_DEVICE=cuda \
     SPARKFORGE_PROFILE=spark \
@@ -54,7 +54,7 @@ FROM builder-cuda AS builder-spark
 FROM builder-cuda AS builder-spark-next
 FROM builder-cpu AS builder-embedded
 
-# ── base: what every later stage and the runtime stand on ────────────────────────────────────────────────────────────
+# ── base: the base of the runtime ────────────────────────────────────────────────────────────────────────────────────
 # hadolint ignore=DL3006
 FROM base-${STACK} AS base
 ARG DEBIAN_MIRROR=
@@ -63,8 +63,8 @@ RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-$(dpkg --print-architecture).txt"
-# Written by hand: adduser would note today's date in /etc/shadow. Libraries ask who they run as. A mounted cache of Hugging
-# Face in /root is found by every user, and `docker run --user` may be another one than 1000.
+# Libraries need a user name. adduser would write today's date into /etc/shadow, so the line is written by hand. Every user
+# can enter /root, because Hugging Face's cache is mounted there and `docker run --user` can name another uid than 1000.
 RUN echo 'spark:x:1000:1000:Sparkforge:/var/cache/sparkforge:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'spark:x:1000:' >> /etc/group \
     && mkdir -p /models /root/.cache/huggingface/hub /run/sparkforge /var/cache/sparkforge \
@@ -118,7 +118,7 @@ RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=secret,id=ca,required=false \
     deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs toolchain --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM"
 
-# ── sources and patches: the tree at /opt/venv, from its lock, with the queues in it ─────────────────────────────────
+# ── sources and patches: the tree at /opt/venv, from its lock, with patched wheels ───────────────────────────────────
 FROM toolchain AS sources
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=wheels,target=/mnt/wheels \
@@ -128,9 +128,9 @@ RUN --mount=type=cache,target=/root/.cache,sharing=locked \
 # ── kernels: FlashInfer's modules for gpt-oss, compiled here because nobody publishes them for 12.1a ─────────────────
 FROM sources AS kernels
 ARG JOBS=auto
-# `trial` is one small module: it tries the way in a minute, and makes an image that compiles the rest when it starts.
+# `trial` is one small module, to test the build in a minute; the image compiles the other modules when it starts.
 ARG KERNEL_SET=
-# A registry's repository with kernel packs; what is in none is compiled. The policy says whose pack is taken.
+# A registry's repository with kernel packs; modules without a pack are compiled. trust.toml defines which packs are accepted.
 ARG KERNEL_PACKS=
 COPY pins.toml trust.tom[l] ./
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
@@ -144,7 +144,7 @@ RUN --mount=type=cache,target=/root/.cache,sharing=locked \
 FROM scratch AS kernel-packs
 COPY --from=kernels /kernels/packs/ /
 
-# ── vllm: as it came, or compiled ────────────────────────────────────────────────────────────────────────────────────
+# ── vllm: upstream's wheel unchanged, or with compiled kernels ───────────────────────────────────────────────────────
 FROM kernels AS vllm-wheel
 FROM kernels AS vllm-source
 ARG BUILDARCH
@@ -165,7 +165,7 @@ RUN --mount=type=cache,target=/root/.cache,sharing=locked \
 # hadolint ignore=DL3006
 FROM vllm-${VLLM_FROM} AS vllm
 
-# ── audit: the runtime is copied out of this stage, so what fails here never becomes an image ───────────────────────
+# ── audit: the runtime is copied from this stage, so a failure here means no image ───────────────────────────────────
 FROM vllm AS audit
 ARG JOBS=auto
 COPY deploy/trim.toml deploy/licences.toml /opt/sparkforge/deploy/
@@ -174,8 +174,8 @@ RUN --mount=type=bind,from=base,target=/mnt/base \
     .venv/bin/python -m sparkforge.image.rootfs finish --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM" --jobs "$JOBS" \
     && .venv/bin/python -m sparkforge.image.rootfs verify --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM" --debian /mnt/base
 
-# ── project: our own files, with the same modes and times whatever the checkout's ────────────────────────────────────
-# Python finds our packages in packages/, which holds nothing else; pins, locks and patches are beside it.
+# ── project: our own files, with modes and times that do not depend on the checkout ──────────────────────────────────
+# packages/ contains only our Python packages; pins, locks and patches are beside it.
 FROM builder AS project
 ARG SOURCE_DATE_EPOCH=0
 WORKDIR /opt/sparkforge
@@ -187,7 +187,7 @@ COPY sparkforge/ packages/sparkforge/
 COPY spark_mxfp4/src/spark_mxfp4/ packages/spark_mxfp4/
 COPY validate/ packages/validate/
 COPY --from=audit /opt/image.json /opt/audit.json /opt/sbom.json ./
-# The commit, by argument or as git has it in the context, and a digest of the context: docs/concepts/images.md.
+# The commit, from the argument or from git in the context, and a digest of the context: docs/concepts/images.md.
 ARG REVISION=
 RUN --mount=type=bind,target=/mnt/context \
     sh /mnt/context/deploy/describe-source /mnt/context "$REVISION" > source.json

@@ -1,4 +1,4 @@
-"""The commands for Invoke itself: `invoke --list` in this folder; `./inv` is the way to run them."""
+"""The commands for Invoke itself (`invoke --list` in this folder). Run them with `./inv`."""
 
 import sys
 

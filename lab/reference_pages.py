@@ -54,25 +54,26 @@ Run every command as `./inv COMMAND` from the checkout. The first run makes `.ve
   same command again to continue.
 - `--stack NAME` selects a [stack](../concepts/stacks.md) of `pins.toml`.
 
-This page is made from the help texts by `python -m lab.reference_pages`.
+`python -m lab.reference_pages` makes this page from the help texts.
 
 {commands}
 
 ## Shared options
 
-Several commands have these options. If a command describes one itself, its text applies.
+Several commands have these options. If a command describes an option itself, that description applies.
 
 {shared}
 
 """
 CHECKS_PAGE = """# Startup checks
 
-The [validator](../concepts/validation.md) runs these checks before a server starts. A *required* check that fails
-refuses the server; an *advised* check can only warn. A fact that cannot be determined counts as failed. *Deep* checks
-ask torch and vLLM in a child process.
+The [validator](../concepts/validation.md) runs these checks before a server starts. If a *required* check fails,
+the server does not start; an *advised* check can only warn. A fact that cannot be determined counts as failed. *Deep*
+checks query torch and vLLM in a child process.
 
-The profile `spark` has not run on a DGX Spark ([Hardware ledger](../hardware.md)). This page is made from
-`validate/checks` by `python -m lab.reference_pages`.
+The profile `gpu`, for other NVIDIA GPUs, has [gpu-supported](#gpu-supported), [gpu-memory](#gpu-memory) and the checks in
+`validate/profiles.toml`. The profile `spark` has not run on a DGX Spark ([Hardware ledger](../hardware.md)). `python -m
+lab.reference_pages` makes this page from `validate/checks`.
 
 | Check | spark | embedded | What must be true |
 | --- | --- | --- | --- |
@@ -86,8 +87,8 @@ SETTINGS = """# Settings
 Sparkforge reads command-line options and environment variables. Options override variables. Invalid values, and secrets
 that cannot be read, are refused.
 
-This page is made from `lab/variables.toml`, `docker-compose.yml` and `sparkforge/serve/limits.py` by
-`python -m lab.reference_pages`.
+`python -m lab.reference_pages` makes this page from `lab/variables.toml`, `docker-compose.yml` and
+`sparkforge/serve/limits.toml`.
 
 ## On the host
 
@@ -116,7 +117,7 @@ Compose sets these. Set them yourself with `docker run -e`.
 
 ## Bounds of a request
 
-`SPARKFORGE_LIMITS="sequences=128, body-seconds=120"` changes bounds; 0 removes one. They hold on every device, after
+`SPARKFORGE_LIMITS="sequences=128, body-seconds=120"` changes bounds; 0 removes one. They apply on every device, after
 the check of the API key; a cluster has the defaults. A request above a bound gets an error that names the bound, in the
 format of OpenAI, or of Anthropic on `/v1/messages`; 429 has `Retry-After`. A client is one address, so all clients
 behind a proxy count as one. One client's answers take at most eight ninths of `--max-num-seqs`; its other requests
@@ -137,11 +138,12 @@ PROFILES_PAGE = """# Profiles
 A *serve profile* is a set of vLLM's flags and variables. Select one with `./inv up --profile NAME` or
 `SPARKFORGE_SERVE_PROFILE`. **Not verified**: no profile was run on a Spark. vLLM's own parsers accept every flag.
 
-A *validator profile* is a set of [startup checks](checks.md): `spark` for a DGX Spark, `embedded` for other machines.
-In a container `SPARKFORGE_PROFILE` selects it. With `embedded`, a serve profile for GPUs is refused (exit code 2).
+A *validator profile* is a set of [startup checks](checks.md): `spark` for a DGX Spark, `gpu` for other NVIDIA GPUs,
+`embedded` for CPUs. In a container `SPARKFORGE_PROFILE` selects `spark` or `embedded`. With `embedded`, a serve profile
+for GPUs is refused (exit code 2).
 
-This page is made from `sparkforge/serve/profiles.toml`, which explains its format, by `python -m
-lab.reference_pages`. [Tune a server](../guide/tune.md) compares profiles.
+`python -m lab.reference_pages` makes this page from `sparkforge/serve/profiles.toml`, which explains its format. [Tune
+a server](../guide/tune.md) compares profiles.
 
 | Profile | For |
 | --- | --- |
@@ -166,8 +168,6 @@ error's code in brackets:
 
 The code begins with its family, which has one exit code. Codes do not change between releases. Each has an anchor on
 this page, such as [`errors.html#integrity.hash`](#integrity.hash).
-
-This page is made by `python -m lab.reference_pages`.
 
 ## Families
 

@@ -91,7 +91,7 @@ class BuildOptions:
     sources: str = option("native: folder of an unpacked bundle, used instead of the network, or of git checkouts")
     packs: str = option(PACKS)
     platform: str = option("docker: platform of the image, such as linux/arm64; default: the engine's")
-    reproducible: bool = option("docker: file times are the commit's, so that another build is identical", False)
+    reproducible: bool = option("docker: give files the commit's time, so that another build is identical", False)
     stack: str = option(STACK)
 
 
@@ -273,7 +273,7 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
 
 @task(example="./inv image.verify --stack embedded", stack=STACK, image=IMAGE)
 def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
-    """Check that this checkout made an image, and print it.
+    """Check that an image was made from this checkout.
 
     It prints the image's digests and inputs. Patches and locks must be those of the checkout, and the image must have
     the signatures that trust.toml requires.

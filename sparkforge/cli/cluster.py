@@ -59,15 +59,14 @@ def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
 @task(
     example="./inv cluster.up",
     config=CONFIG,
-    restart="start all parts again, in order, when one of them dies (default)",
+    restart="start all servers again, in order, when one of them dies (default)",
 )
 def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
     """Serve one model over all nodes.
 
-    It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
-    node's part ends, the others end within 30 seconds and say which it was. A process on this machine then starts all
-    parts again, as often as a single machine's server, unless --no-restart is given. Not verified with GPUs or a DGX
-    Spark.
+    It checks and validates on every node, starts the workers, then the head, and waits for the first answers. If one
+    node's server ends, the others end within 30 seconds and name that node. A process on this machine then starts all
+    servers again, as often as on a single machine, unless --no-restart is given. Not verified with a DGX Spark.
     """
     from sparkforge.serve.cluster import start
 
@@ -83,7 +82,7 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
 def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None:
     """Show every node's state, and that of the process that starts them again.
 
-    Exit code 0 means that all parts run; 24 that one does not, or does not answer.
+    Exit code 0 means that the server of every node runs; 24 that one does not run or does not answer.
     """
     from sparkforge.serve.cluster import start
 
@@ -107,9 +106,9 @@ def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
 
 @task(example="./inv cluster.down", config=CONFIG)
 def cluster_down(_ctx: Context, config: str = "") -> None:
-    """Stop every node's part.
+    """Stop the server on every node.
 
-    It ends whatever server each node's checkout runs, also one that ./inv up started there.
+    It also ends servers that ./inv up started from the nodes' checkouts.
     """
     from sparkforge.serve.cluster import start
 
@@ -128,7 +127,7 @@ def cluster_down(_ctx: Context, config: str = "") -> None:
 def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool = False, dry_run: bool = False) -> None:
     """Send the head's model and image to the other nodes.
 
-    They go over the link. Files that exist already are not sent; an interrupted one is resumed.
+    They go over the link. Files that exist already are not sent; an interrupted transfer is resumed.
     """
     from sparkforge.serve.cluster import sync
 

@@ -36,7 +36,7 @@ def doctor(_ctx: Context, log: str = "", state: str = "", json_: bool = False, b
 
 @task(
     example="./inv validate --model ~/models/gpt-oss-20b",
-    profile="embedded, or spark: which checks are required",
+    profile="embedded, gpu or spark: which checks are required",
     stack="the stack of pins.toml that is installed; default: the profile's",
     model="folder of a gpt-oss checkpoint; default: the tiny one",
     port="port that the server will use",

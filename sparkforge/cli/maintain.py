@@ -145,7 +145,7 @@ def test(
     in_laboratory("suite", *words)
 
 
-@task(example="./inv check", docs="instead: build the documentation into .sparkforge/site; a broken link fails")
+@task(example="./inv check", docs="instead: build the documentation into .sparkforge/site; a broken link is an error")
 def check(_ctx: Context, docs: bool = False) -> None:
     """Run every linter, mypy and the import contracts.
 

@@ -69,7 +69,7 @@ def perf(options: Options) -> None:
     runs.run_benchmark(options)
 
 
-@with_options(COMMANDS["submit"], "team", example="./inv bench.submit my-team")
+@with_options(COMMANDS["submit"], "team", example="./inv bench.submit my-team", team="the team's name on the board")
 def submit(options: Options) -> None:
     """Run the gate and the load, and post a result that passed.
 

@@ -348,7 +348,7 @@ def rollback(
 def max_up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, context: str = "512") -> None:
     """Serve gpt-oss with Modular's MAX and packed experts.
 
-    The first start installs MAX, about 400 MB, and takes minutes to compile the model, a tiny one if none is named.
+    The first start installs MAX, about 400 MB, and compiles the model for minutes; without --model, a tiny one.
     ./inv status, chat, logs and down work as after ./inv up. Its tokens matched the reference on a CPU and an H100.
     """
     from sparkforge.serve import record, settings, status

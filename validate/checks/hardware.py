@@ -163,7 +163,7 @@ def stop_others(view: View) -> str:
 
 @CHECKS.add(needs=("memory", "model", "serve"), fix=FREE_MEMORY)
 def _memory_unified(view: View) -> CheckResult:
-    """Available unified memory covers the weights, vLLM's share, the host's side and a reserve."""
+    """Available unified memory covers the weights, vLLM's share, its host memory and a reserve."""
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
     # Swap does not count: CUDA's memory cannot be swapped out.
     free, weights, limit = view.number("memory.available_bytes"), view.number("model.weight_bytes"), headroom(view)
