@@ -71,9 +71,9 @@ The [validator](../concepts/validation.md) runs these checks before a server sta
 the server does not start; an *advised* check can only warn. A fact that cannot be determined counts as failed. *Deep*
 checks query torch and vLLM in a child process.
 
-The profile `gpu`, for other NVIDIA GPUs, has [gpu-supported](#gpu-supported), [gpu-memory](#gpu-memory) and the checks in
-`validate/profiles.toml`. The profile `spark` has not run on a DGX Spark ([Hardware ledger](../hardware.md)). `python -m
-lab.reference_pages` makes this page from `validate/checks`.
+The profile `gpu`, for other NVIDIA GPUs, has [gpu-supported](#gpu-supported), [gpu-memory](#gpu-memory) and the checks
+in `validate/profiles.toml`. The profile `spark` has not run on a DGX Spark ([Hardware ledger](../hardware.md)).
+`python -m lab.reference_pages` makes this page from `validate/checks`.
 
 | Check | spark | embedded | What must be true |
 | --- | --- | --- | --- |
