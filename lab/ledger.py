@@ -42,7 +42,7 @@ def render(known: Ledger) -> str:
 
 
 def _line(row: Claim) -> str:
-    origin = ", ".join(filter(None, (row.source or f"tested by `{row.settled_by}`", row.date)))
+    origin = ", ".join(filter(None, (row.source or f"test `{row.settled_by}`", row.date)))
     line = f"- {row.claim}. *{row.how}*: {origin}"
     if row.spark:
         origin = f"report {row.spark.report[:12]}, {row.spark.date}"
