@@ -212,8 +212,8 @@ def down(_ctx: Context) -> None:
 def status(_ctx: Context, json_: bool = False) -> None:
     """Print what is served, its load, and the memory it takes.
 
-    Tokens per second come from two readings of the server's counters. It also prints the results of the start-up test
-    calls, and the server's last error. `watch ./inv status` repeats it.
+    Tokens per second come from two readings of the server's counters. It also prints the results of the server's
+    first requests, and its last error. `watch ./inv status` repeats it.
     """
     from sparkforge.serve import record, status
 

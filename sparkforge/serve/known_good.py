@@ -159,7 +159,7 @@ def _failed(failure: str, why: str, fix: str = LIST) -> ServerError:
 def _choose(starts: list[KnownGood], number: int, running: Server | None) -> KnownGood:
     """Return start `number`, that of an interrupted rollback, the newest, or the one before if the newest runs."""
     if not starts:
-        raise _failed("there is no known good start", "./inv up records one that proved itself", "./inv up")
+        raise _failed("there is no known good start", "./inv up records a start that passed its proof", "./inv up")
     if number:
         if not 0 < number <= len(starts):
             raise _failed(f"there is no known good start {number}", f"there are {len(starts)}")

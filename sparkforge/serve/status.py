@@ -129,7 +129,7 @@ class ServerStatus(Record):
     context: int | None
     load: Load | None = Field(description="null where /metrics does not answer")
     proved_at: str = Field(description="UTC by ISO 8601; empty while the start has not ended")
-    proof: dict[str, str] = Field(description="start-up test call → empty, or the known limit that the response showed")
+    proof: dict[str, str] = Field(description="first request → empty, or the known limit that the response showed")
     fleet: list[FleetStatus] = Field(default=[], description="the models of a fleet; empty for one model")
 
 

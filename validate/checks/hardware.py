@@ -123,7 +123,7 @@ def _gpu_clock(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("gpu",), fix="sudo apt update && sudo apt full-upgrade && sudo reboot")
 def _driver_version(view: View) -> CheckResult:
-    """The driver is of branch 580 or later, and not of 590."""
+    """The driver is of branch 580 or later; 590 gives a warning."""
     major, driver = view.version("gpu.driver_version").major, view.text("gpu.driver_version")
     if major in RISKY_DRIVERS:
         evidence = f"driver {driver}: CUDA graphs are reported to hang on GB10 with the 590 branch"
