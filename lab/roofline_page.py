@@ -50,8 +50,8 @@ def formats_table(model: Architecture, device: Device, compared: Sequence[DenseF
         speeds = (f"{alone / read:.0f}", *(f"{rate:.1f}" for rate in rates))
         rows.append((dense.attention, dense.head, f"{read / 1e9:.2f}", *speeds, f"{won / GIB:.2f}", f"{tokens:,}"))
     users = (f"{count} user{'s' if count > 1 else ''}" for count in USERS)
-    heads = ("attention", "LM head", "GB a token, weights", "tok/s by weights alone", *users, "GiB saved", "KV tokens gained")
-    return _table(heads, rows, 2)
+    formats = ("attention", "LM head", "GB a token, weights", "tok/s by weights alone")
+    return _table((*formats, *users, "GiB saved", "KV tokens gained"), rows, 2)
 
 
 def experts_table(model: Architecture, device: Device) -> str:

@@ -333,7 +333,7 @@ def rollback(
         for number, start in enumerate(starts := known_good.read(), 1):
             echo(f"{number}  {start.title}")
         if not starts:
-            say("no start is known to be good yet: ./inv up records one that proved itself")
+            say("no start is known to be good yet: ./inv up records a start that passed its proof")
     elif server := known_good.roll_back(starter, whole_number("--to", to) if to else 0, dry_run=dry_run):
         status.show_ready(server)
 
