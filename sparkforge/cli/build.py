@@ -292,8 +292,8 @@ def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     image=IMAGE,
     stack=STACK,
     output="file to write; default: stdout",
-    licences="instead: print every licence, with its text",
-    check_vulnerabilities="instead: compare with OSV's records: a .zip, .json or folder",
+    licences="print every licence and its text instead",
+    check_vulnerabilities="compare it with OSV's records instead: a .zip, .json or folder",
 )
 def image_sbom(
     _ctx: Context,
@@ -351,7 +351,7 @@ def image_sign(_ctx: Context, key: str, image: str = "", builder: str = "", fold
     repository="the registry's host and the repository, without a tag",
     stack=STACK,
     image=IMAGE,
-    packs="in place of an image: the kernel packs in this folder",
+    packs="push the kernel packs in this folder instead of an image",
 )
 def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = "", packs: str = "") -> None:
     """Push an image to a registry.

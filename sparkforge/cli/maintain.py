@@ -20,7 +20,7 @@ class CleanOptions:
     changed: str = option("changed source files, comma-separated: remove the modules built from them")
     stale: bool = option("remove modules of other versions", False)
     all_: bool = option("remove every module; asks first", False)
-    list_: bool = option("instead: list the modules, their sizes, and what uses them", False)
+    list_: bool = option("only list the modules, their sizes, and what uses them", False)
     dry_run: bool = option(DRY_RUN, False)
     yes: bool = option("do not ask", False)
     root: str = option("the cache's folder, if it is not FlashInfer's own")
@@ -126,8 +126,8 @@ def pins_lock(_ctx: Context) -> None:
     fast="unit tests that need neither vLLM nor torch: offline, minutes",
     select="pytest's -k expression",
     coverage="measure which lines the tests reach, and print the table",
-    robustness="instead: attack for --minutes with hostile requests, failing disks, kills, races, malformed input",
-    minutes="how long to attack; default 60",
+    robustness="only the robustness tests: hostile requests, failing disks, kills, races, malformed input",
+    minutes="minutes of --robustness; default 60",
 )
 def test(
     _ctx: Context,
@@ -145,7 +145,7 @@ def test(
     in_laboratory("suite", *words)
 
 
-@task(example="./inv check", docs="instead: build the documentation into .sparkforge/site; a broken link is an error")
+@task(example="./inv check", docs="only build the documentation, into .sparkforge/site; a broken link is an error")
 def check(_ctx: Context, docs: bool = False) -> None:
     """Run every linter, mypy and the import contracts.
 
