@@ -1,11 +1,11 @@
 """Read a file for the audit: its host code, its cubins with their targets, and the mnemonics of relevant cubins.
 
-nvdisasm reads 2 MB of cubins a second, and large libraries hold hundreds of MB. But kernels repeat themselves: 2.6 MB
-of FlashInfer's MoE hold 162,000 instructions with 698 *shapes*. A shape is an instruction's bits without registers,
+nvdisasm reads 2 MB of cubins a second, and large libraries hold hundreds of MB. But instructions repeat: 2.6 MB of
+FlashInfer's MoE hold 162,000 instructions with 698 *shapes*. A shape is an instruction's bits without registers,
 immediates and scheduling. So we count shapes and give nvdisasm one real instruction of each. Of the 128 bits, 0-11 are
 the opcode and 72-104 its modifiers (derived from nvdisasm's output; tests/integration/test_audit.py compares whole
-kernels). A few instructions have modifiers in other bits (SHFL, LDG, HSETP2, IMAD's display names): their counts can be
-wrong by modifier, never by base name. No rule uses them.
+kernels). SHFL, LDG, HSETP2 and IMAD have modifiers in other bits; their counts by modifier can be wrong. No rule uses these
+modifiers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ READABLE = (elf.ELF, elf.ZSTD) if find_spec("zstandard") else (elf.ELF,)
 MAX_CUBIN_BYTES = 512 << 20  # bytes of an unpacked cubin at most; the largest in vLLM's wheel has 65 MB
 LARGEST_TOGETHER = 16 << 30  # bytes of a file's unpacked cubins at most; vLLM's wheel: 1.4 GB (docs/concepts/audit.md)
 LONGEST_SECONDS = 600.0  # time limit of cuobjdump for one file; vLLM's whole wheel takes 10 s (docs/concepts/audit.md)
-PTX_HEAD = 4096  # bytes at the start of a PTX with its `.target`: only comments and `.version` come before
+PTX_HEAD = 4096  # bytes of a PTX file that are read for its `.target`; only comments and `.version` precede it
 PTX_TARGET = re.compile(rb"^\.target\s+sm_(\d+[af]?)", re.MULTILINE)
-INLINE = 8 << 20  # bytes of cubins below which other processes cost more time than they save
+INLINE = 8 << 20  # bytes of cubins up to which one process is faster than several
 WIDTH = 16  # bytes of an instruction, since compute capability 7.0
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 MOST_SHAPES = 1 << 18  # of one cubin; FlashInfer's MoE has 698, and nvdisasm reads 16 bytes of each
@@ -44,7 +44,7 @@ LOW_4, LOW_1 = (bytes(value & mask for value in range(256)) for mask in (0x0F, 0
 
 @dataclass(frozen=True)
 class Shapes:
-    """A kernel's mangled name and the counts of its shapes, packed because libraries hold thousands of kernels."""
+    """A kernel's mangled name and the counts of its shapes, in arrays because libraries hold thousands of kernels."""
 
     kernel: str
     shapes: array[int]
@@ -165,7 +165,7 @@ class Cubin:
     kernel_count: int = 0
     instructions: int = 0
     kernels: tuple[Kernel, ...] = ()
-    strings: tuple[str, ...] = ()  # of those watched
+    strings: tuple[str, ...] = ()  # the watched texts that it contains
     sha256: str = ""
 
     @property
@@ -223,7 +223,7 @@ class Scanned:
 
 @dataclass(frozen=True)
 class Piece:
-    """The place of a cubin: `size` bytes of the file at `path`, from byte `offset` on. `name` is that in the report.
+    """The place of a cubin: `size` bytes of the file at `path`, from byte `offset` on; `name` is for the report.
 
     `unpacked` is the size in bytes after unpacking, if zstd packed it.
     """
@@ -252,7 +252,7 @@ class Piece:
 
 
 def _ptx(path: Path, entry: elf.FatbinEntry) -> str:
-    """Return a PTX's target, such as compute_120a: its own `.target`, else (packed by LZ4) the fatbin's number."""
+    """Return a PTX's target, such as compute_120a: its `.target`, or the fatbin's number if LZ4 packed the PTX."""
     with path.open("rb") as file:
         file.seek(entry.offset)
         data = file.read(min(entry.size, PTX_HEAD))
@@ -339,7 +339,7 @@ class Reader:
 
     def finished(self, drafts: Sequence[Draft]) -> list[Binary]:
         """Return the files with their cubins; a file that nvdisasm cannot read is marked as damaged."""
-        with suppress(ProcessError):  # caused by one file, which is found below
+        with suppress(ProcessError):  # one file causes it; the loop below finds that file
             self._learn([scanned for draft in drafts for scanned in draft.scanned])
         binaries = []
         for draft in drafts:

@@ -22,7 +22,7 @@ from elftools.elf.elffile import ELFFile
 ELF, ZSTD = b"\x7fELF", b"\x28\xb5\x2f\xfd"
 ARCH = re.compile(rb"-arch[ =]+(sm_\d+[af]?)")
 TKINFO = ".note.nv.tkinfo"
-MERCURY = b".nv.merc."  # ptxas 13 lists some sections, never code, a second time under such names, with the same bytes
+MERCURY = b".nv.merc."  # prefix of second entries that ptxas 13 makes for some sections (no code), with equal bytes
 # Up to 12.6, ptxas wrote no command line: the ELF flags hold the number in their first byte, and the suffix `a` as a
 # bit (compared with cuobjdump 13.5.37 on sm_60 to sm_90a, and LLVM's EF_CUDA_ACCELERATORS).
 OLD_ABI, OLD_SUFFIX = 7, 0x800
@@ -38,11 +38,11 @@ VERSION_ENTRY = 16  # bytes of an Elf64_Verneed and of an Elf64_Vernaux
 # Elf64_Ehdr from byte 24 on, and the head of Elf64_Shdr (System V ABI, chapter 4).
 ELF_HEADER, SECTION, SHT_NOBITS = struct.Struct("<QQQIHHHHHH"), struct.Struct("<IIQQQQ"), 8
 SECTION_SIZES, SEGMENT_SIZES = {32: 40, 64: 64}, {32: 32, 64: 56}  # bytes of a header by ELF class
-# Limits of one file, our own bounds: far above every library of a wheel, and each costs at most seconds.
+# Our own limits for one file: far above those of any library in a wheel, and read within seconds.
 MOST_SECTIONS, MOST_SEGMENTS, MOST_TAGS, MOST_VERSIONS = 1 << 17, 1 << 12, 1 << 14, 1 << 16
 MOST_SYMBOLS, MOST_ENTRIES = 1 << 20, 1 << 18
 MOST_NAMES = 1 << 27  # bytes of all names of one table: several entries may share one long name
-# AssertionError: pyelftools, on a link to a section of the wrong kind.
+# pyelftools raises AssertionError for a link to a section of the wrong kind.
 MALFORMED = (
     *(ELFError, struct.error, ValueError, LookupError, ArithmeticError, AssertionError, AttributeError, TypeError),
     *(OSError, EOFError, MemoryError, RecursionError),
@@ -53,16 +53,16 @@ MALFORMED = (
 class Host:
     """The symbols and libraries that the host code of a library or object needs and exports."""
 
-    machine: str  # as `uname -m` has it
+    machine: str  # as `uname -m` prints it
     shared: bool
     soname: str
     needed: tuple[str, ...]
     runpath: tuple[str, ...]
     glibc: tuple[int, int]  # the newest version of glibc that a symbol needs; (0, 0) if none does
     executable_stack: bool
-    undefined: tuple[str, ...]  # unversioned symbols that another library must define, without weak ones
+    undefined: tuple[str, ...]  # unversioned, non-weak symbols that another library must define
     exports: frozenset[str]
-    cubins: int  # in its fatbins, before anything was unpacked
+    cubins: int  # number of cubins that its fatbins list
     ptx: tuple[str, ...]  # architecture of each PTX in its fatbins, such as compute_120
     other: int = 0  # other entries of its fatbins, such as code for the linker
 
@@ -91,7 +91,7 @@ class BoundedFile(ELFFile):
     """An ELF file whose tables lie inside it; a section is parsed only when it is requested by name."""
 
     def check(self) -> None:
-        """Raise CutError unless every table, section and segment lies inside the file, and their numbers make sense."""
+        """Raise CutError unless every table, section and segment lies inside the file and has plausible numbers."""
         header = self.header
         self._check_table("section", header["e_shoff"], header["e_shnum"], header["e_shentsize"], SECTION_SIZES)
         self._check_table("segment", header["e_phoff"], header["e_phnum"], header["e_phentsize"], SEGMENT_SIZES)
@@ -121,7 +121,7 @@ class BoundedFile(ELFFile):
 
     @cached_property
     def section_headers(self) -> dict[str, Any]:
-        """Section headers by name; of several with one name, the last. Raises CutError if the names are too long."""
+        """Return section headers by name, the last of a repeated name. Raises CutError if the names are too long."""
         headers, length = {}, 0
         for number in range(self.num_sections()):
             header = self._get_section_header(number)
@@ -134,7 +134,7 @@ class BoundedFile(ELFFile):
 
     @contextmanager
     def section(self, name: str) -> Iterator[Any]:
-        """Yield the section `name`, None if there is none; errors in the context get its name and first byte."""
+        """Yield the section `name`, None if there is none. Errors in the block name the section and its first byte."""
         header = self.section_headers.get(name)
         try:
             yield None if header is None else self._make_section(header)

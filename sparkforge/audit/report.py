@@ -1,4 +1,4 @@
-"""Audit binaries: the target GPU and content of all machine code, and the file's requirements of a machine.
+"""Audit binaries: the target GPU and content of all machine code, and the file's system requirements.
 
     files ─► host part, cubins (cuobjdump) ─► shapes ─► mnemonics (nvdisasm) ─► rules (rules.toml) ─► report
 
@@ -39,12 +39,12 @@ from sparkforge.sources.archive import MALFORMED
 
 KINDS = re.compile(r"\.(cubin|o|so(\.\d+)*)$")
 WHEEL_MACHINE = re.compile(r"_(x86_64|aarch64)\.whl$")
-WIDE = 160  # columns where stdout is no terminal
-# Limits of a wheel, our own bounds; vLLM's has 321 MB packed, and its libraries 637 MB (docs/concepts/audit.md).
-LARGEST_MEMBER, LARGEST_WHEEL = 4 << 30, 16 << 30  # bytes once unpacked
+WIDE = 160  # columns if stdout is not a terminal
+# Our own limits for a wheel; vLLM's has 321 MB packed, and its libraries have 637 MB (docs/concepts/audit.md).
+LARGEST_MEMBER, LARGEST_WHEEL = 4 << 30, 16 << 30  # bytes after unpacking
 MOST_MEMBERS = 200_000
-EXPANSION, EXPANDED = 100, 64 << 20  # unpacked limit: EXPANDED bytes, or EXPANSION times the packed size if more
-LONGEST_NAME = 100  # bytes of a member's file name that are kept while it is read
+EXPANSION, EXPANDED = 100, 64 << 20  # unpacked limit: the larger of EXPANDED bytes and EXPANSION times the packed size
+LONGEST_NAME = 100  # characters of a member's file name that its temporary copy keeps
 SHOWN = 20  # violations in the terminal; the JSON has all
 
 
@@ -143,7 +143,7 @@ def audit_files(
 ) -> AuditReport:
     """Read and judge every .cubin, .o, .so and .whl among `paths` and in the folders among them.
 
-    `tools` locates NVIDIA's readers; it is called once, after the check of the arguments, since it may have to install
+    `tools` locates NVIDIA's readers; it is called once, after the check of the arguments, because it may install
     them. `modules` are required, and `machine` (as `uname -m`) is the CPU that the files must be for. With `foreign`
     the rules of our image apply only to files that are built here or named in the table. Raises UsageError for an
     invalid path or module; bad files are violations, not errors.
@@ -226,14 +226,14 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
 
 
 def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[AuditedFile, Binary, str]]:
-    """Read files in threads, which unpack wheels, and large cubins in processes; the largest first.
+    """Read files in threads, which also unpack wheels, and large cubins in processes; the largest file comes first.
 
     Yields each file, its content, and its difference from the wheel's RECORD.
     """
     sources = sorted(sources, key=lambda source: source.size, reverse=True)
     workers = os.cpu_count() or 1
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
-        reader.pool = pool  # its processes start with the first large file
+        reader.pool = pool  # the pool starts processes at the first large file
         try:
             drafts = list(threads.map(lambda source: _draft(source, reader), sources))
         except BrokenExecutor as error:
@@ -300,7 +300,7 @@ def run_audit(
     output: Path | None = None,
     foreign: bool = False,
 ) -> None:
-    """Audit, print the table, write JSON to `output`. Raises AuditError for a broken rule, UsageError for no file."""
+    """Audit, print the table, write JSON to `output`. Raises AuditError for a broken rule, UsageError without files."""
     report = audit_files(paths, tools=tools, modules=modules, machine=machine, foreign=foreign)
     if not (report.binaries or report.wheels or report.violations):
         places = ", ".join(map(str, paths))

@@ -40,7 +40,7 @@ class Demand(Record):
 
 
 class Claim(Record):
-    """At least `count` kernels whose name matches have `at_least` instructions each that match `needs`."""
+    """A rule: `count` or more kernels with a matching name have `at_least` instructions each that match `needs`."""
 
     match: Pattern
     needs: Pattern = ""
@@ -75,7 +75,7 @@ class Fp4(Record):
 
 
 class HostRules(Record):
-    """The limits on a library's requirements of the machine."""
+    """The limits on a library's system requirements."""
 
     glibc: tuple[int, int]
     runpath: Pattern
@@ -141,7 +141,7 @@ class Violation:
 def judge(binary: Binary, rules: Rules, *, machine: str = "", ours: bool = True) -> list[Violation]:
     """Return every violation of one file; `machine` (as `uname -m`) is required if given.
 
-    The requirements of our image (targets, libraries, run paths, symbols, names) apply only to `ours`.
+    The requirements of our image (targets, libraries, run paths, symbols, names) apply only if `ours`.
     """
     if binary.damage:
         findings = [("damaged", binary.damage)]
@@ -210,7 +210,7 @@ def _cubin(cubin: Cubin, rules: Rules, *, ours: bool) -> Iterator[tuple[str, str
 
 
 def _absent(target: str, detail: str) -> tuple[str, str]:
-    """Name the cause of missing FP4: the suffix is missing from the target, or the code is software despite it."""
+    """Return the rule and the detail for missing FP4: a target without suffix, or software code despite the suffix."""
     if target[-1] not in "af":
         return "arch-suffix", f"{detail}; built for {target}, without the suffix"
     plain = target.rstrip("af").replace("sm_", "compute_")
@@ -244,7 +244,7 @@ def _identity(path: str, host: Host) -> Iterator[tuple[str, str]]:
 
 
 def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules) -> list[Violation]:
-    """Return a violation for each requested module that is missing or lacks its kernels. Raises KeyError."""
+    """Return a violation for each module that is missing or lacks its kernels. Raises KeyError for an unknown name."""
     violations = []
     for name in names:
         module = rules.modules[name]

@@ -128,7 +128,7 @@ def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[Cached
 
 
 def why_stale(module: CachedModule) -> str:
-    """Return the reason why no process will load this module again; empty if one may."""
+    """Return the reason why no process will load this module again; empty if a process may load it."""
     pinned = {component.version for component in pins.load().components() if component.package == "flashinfer-python"}
     if module.version not in pinned:
         return f"FlashInfer {module.version} is not pinned by any stack"
@@ -208,8 +208,8 @@ class Selection:
 def clean(selection: Selection, *, dry_run: bool = False, yes: bool = False, root: Path | None = None) -> list[str]:
     """Remove the selected modules of the cache `root`, or of `default_roots`; return the names of those removed.
 
-    It also completes the removals of an interrupted run. `everything` asks first, unless `yes`. Raises StorageError at
-    the end, which names the modules that could not be removed, and UsageError if nothing is selected.
+    It also completes the removals of an interrupted run. `everything` asks for confirmation, unless `yes`. Raises
+    StorageError at the end, which names the modules that could not be removed, and UsageError if nothing is selected.
     """
     if not (selection.names or selection.changed or selection.stale or selection.everything):
         raise UsageError("nothing chosen to remove", "no flag selects a module", advised("--stale", "--dry-run"))

@@ -1,10 +1,10 @@
 """A scheduler for compilers: their number is bound by memory, not only by cores.
 
-`make_schedule` makes a schedule from units, their predicted peaks and the machine; `run` executes it. At every moment
-the predicted peaks of running units fit into the budget, which is the memory available when the schedule was made, or
-now if that is less, minus a reserve. Of the waiting units that fit, the one with the highest peak starts first. A
-smaller unit that starts before a larger one never delays it: it fits beside a running unit whose peak is at least as
-high, so the larger unit fits when that one ends.
+`make_schedule` makes a schedule from units, their predicted peaks and the machine; `run` executes it. The
+predicted peaks of the running units always fit into the budget: the memory available when the schedule was made or now,
+whichever is less, minus a reserve. Of the waiting units that fit, the unit with the highest peak starts first. A
+smaller unit that starts before a larger one never delays it: the smaller unit fits beside a running unit whose peak is
+at least as high as the larger unit's, so the larger unit fits when that running unit ends.
 
 A compiler that the kernel killed is recognised by its exit code and its output. Its unit is tried once more, alone.
 """
@@ -26,15 +26,15 @@ from sparkforge.core.memory import Machine
 from sparkforge.core.process import TAIL_LINES, Child, Usage, resident_sizes
 
 PEAKS = Path(__file__).with_name("peaks.toml")
-RESERVE = 2 << 30  # bytes left for processes that grow meanwhile: a choice, the same as in FlashInfer's patch 0001
-PAUSE = 0.05  # seconds between two looks at the running programs
+RESERVE = 2 << 30  # bytes left for processes that grow during the build; our choice, as in FlashInfer's patch 0001
+PAUSE = 0.05  # seconds between two checks of the running programs
 SAMPLE = 0.5  # seconds between two samples of resident sizes and of the machine
 PATIENCE = 30.0  # seconds to wait, with nothing running, for memory that was available when the schedule was made
 VICTIM = "500"  # oom_score_adj: out of memory, the kernel kills a compiler before the served model
 # Exit codes for SIGKILL (the kernel) and SIGTERM (earlyoom, systemd-oomd): a shell's 128 + N or Popen's -N.
 KILL_CODES = frozenset({-9, 137, -15, 143})
 # If cicc or ptxas is killed, nvcc prints "Killed" (exit code 137; 255 in upstream's reports); if cc1plus is killed, g++
-# prints the sentence (exit code 1). The other patterns are messages about refused allocations.
+# prints "Killed signal terminated program" (exit code 1). The other patterns are messages about refused allocations.
 LAST_WORDS = re.compile(
     r"^(sh: .*)?Killed\b|Killed signal terminated program|died due to signal (9|15)\b"
     r"|^cc1plus: out of memory|catastrophic error.*out of memory|virtual memory exhausted|std::bad_alloc",
@@ -73,9 +73,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Site:
-    """The setting of a build: additional variables, a folder for logs, the lock that each unit holds while it runs.
+    """The surroundings of units: additional variables, a folder for logs, the lock that each unit holds while it runs.
 
-    `limit` is the user's maximum of jobs; None: as many as fit.
+    `limit` is the user's maximum of jobs; None allows as many as fit.
     """
 
     env: Mapping[str, str]
@@ -210,7 +210,7 @@ class _Run:
         self.sampled = self.starved = 0.0
 
     def all(self) -> JobsReport:
-        """Run all units. After a failure start no more, let the running ones end, and raise it. Exceptions end all."""
+        """Run all units. After a failed unit wait for the running, then raise its error. An exception ends all units."""
         start = time.monotonic()
         try:
             while self.running or (not self.failure and (self.waiting.units or self.again)):
@@ -255,7 +255,7 @@ class _Run:
         env = {**self.site.env, "CCACHE_STATSLOG": str(statistics)}
         self.site.lock.parent.mkdir(parents=True, exist_ok=True)
         holding_lock = ("flock", "--shared", "--no-fork", str(self.site.lock), *unit.command)  # flock is in util-linux
-        with interrupt.held():  # every running compiler must be in `running`
+        with interrupt.held():  # no signal may come between the start and the entry in `running`
             child = Child(holding_lock, log=log, env=env, cwd=unit.cwd)
             self.running[name] = _Started(unit, child, log, statistics, time.monotonic())
         with suppress(OSError):  # it may have ended already
@@ -282,7 +282,7 @@ class _Run:
                 failure = f"{name} was killed twice, the second time while it ran alone"
                 fix = "--jobs 1   # first give it memory: ./inv down stops a served model, swap helps too"
                 raise CompileError(failure, why, fix, code="compile.killed")
-            self.retried.add(name)  # it runs once more, alone; afterwards fewer units run at once
+            self.retried.add(name)  # the unit runs once more, alone; afterwards fewer units run at once
             self.again.append(name)
             self.waiting.jobs = max(1, self.waiting.jobs // 2)
         else:

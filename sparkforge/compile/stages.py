@@ -2,10 +2,10 @@
 
     sources ─► patches ─► kernels ─► vllm (upstream's wheel, or compiled) ─► audit
 
-Each stage writes an artifact with its own manifest; the last stage audits all artifacts together. What `vllm` compiles
-is an overlay over upstream's wheel of the same version and not a wheel, because upstream's wheel holds parts that its
-build fetches by git (triton_kernels, parts of flash-attention, the Rust frontend), and because a second distribution
-with the same files would break uninstalling the first.
+Each stage writes an artifact with its own manifest; the last stage audits all artifacts together. The `vllm`
+stage compiles an overlay over upstream's wheel of the same version, not a wheel. Upstream's wheel holds parts that its
+build fetches by git (triton_kernels, parts of flash-attention, the Rust frontend), and a second distribution with the
+same files would break uninstalling the first.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def unpack_wheel(stack: str) -> tuple[Path, bool]:
 
 
 def install_overlay(overlay: Path, tree: str) -> None:
-    """Replace upstream's libraries in the site-packages `tree` by those of `overlay`.
+    """Replace upstream's libraries in the site-packages `tree` with those of `overlay`.
 
-    Their hashes are in `tree`/.sparkforge-overlay.vllm.json afterwards. Raises CompileError, and replaces nothing, if
+    Their hashes are written to `tree`/.sparkforge-overlay.vllm.json. Raises CompileError, and replaces nothing, if
     the overlay is incomplete or does not fit.
     """
     packages, record = Path(tree), manifest.load(overlay)

@@ -30,7 +30,7 @@ THIS_MACHINE = os.uname().machine
 LAYOUT = "1"  # increase it when this module makes a different folder from the same wheels
 SPACE = 1_400_000_000  # bytes: 1.2 GB installed, measured on x86-64
 HOME = "nvidia/cu13"
-# First CUDA release that knows the architecture with its suffix. CUDA 12.9 release notes: 12.1 and the suffix `f`.
+# The first CUDA release with each architecture. The release notes of CUDA 12.9 add 12.1 and the suffix `f`.
 SINCE = {"12.0": (12, 8), "12.0a": (12, 8), "12.0f": (12, 9), "12.1": (12, 9), "12.1a": (12, 9), "12.1f": (12, 9)}
 # The files that FlashInfer's and vLLM's units include and link against; a runtime-only CUDA lacks some.
 PARTS = (
@@ -39,8 +39,8 @@ PARTS = (
     "lib64/libcudart.so", "lib64/libnvrtc.so", "lib64/libcublasLt.so", "lib64/stubs/libcuda.so",
 )  # fmt: skip
 CXX_NAMES = ("c++", "g++", "g++-15", "g++-14", "g++-13", "g++-12", "g++-11")
-MINIMUM_CXX = 9  # its library has all of C++17, which FlashInfer's units need; vLLM requires 13
-# 4.7.5 refuses nvcc with --generate-dependencies-with-compile, 4.14.2 caches it: docs/concepts/compiling.md.
+MINIMUM_CXX = 9  # the first GCC whose library has all of C++17, which FlashInfer's units need; vLLM requires 13
+# ccache 4.7.5 cannot cache nvcc with --generate-dependencies-with-compile, 4.14.2 can: docs/concepts/compiling.md.
 MINIMUM_CCACHE = (4, 14)
 
 
@@ -50,7 +50,7 @@ LAUNCHERS = ("FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER", "CMAKE_CUDA_
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Every program of a build, absolute, for `machine` (`uname -m`); versions of nvcc, c++, glibc, ninja, ccache."""
+    """Absolute paths of a build's programs for `machine` (`uname -m`); versions of nvcc, c++, glibc, ninja, ccache."""
 
     home: Path  # CUDA_HOME
     origin: str  # "CUDA_HOME", "PATH" or "locked wheels"
@@ -73,17 +73,17 @@ class Toolchain:
             "PATH": os.pathsep.join([*dict.fromkeys(map(str, folders)), os.environ.get("PATH", os.defpath)]),
             "TMPDIR": tempfile.gettempdir(),  # with an empty TMPDIR nvcc writes into / and loses its files
             **dict.fromkeys(("CXX", "NVCC_CCBIN", "CUDAHOSTCXX"), str(self.cxx)),
-            # No flags of the user, and no process id in the names of intermediate files, which symbols include.
+            # No flags of the user, and no process id in the names of intermediate files: symbols include these names.
             "NVCC_PREPEND_FLAGS": "",
             "NVCC_APPEND_FLAGS": "--objdir-as-tempdir",
-            "CCACHE_NAMESPACE": self.machine,  # ccache does not see NVCC_CCBIN
+            "CCACHE_NAMESPACE": self.machine,  # ccache's hash does not include NVCC_CCBIN
             "CCACHE_DIR": os.environ.get("CCACHE_DIR") or str(paths.cache() / "ccache"),
             **dict.fromkeys(LAUNCHERS, str(self.ccache)),
         }
 
 
 def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> Toolchain:
-    """Return programs that can build for `architecture` in `machine`; install the locked ones if none here fits.
+    """Return programs that can build for `architecture` on `machine`; install the locked ones if none here fits.
 
     A CUDA_HOME or CXX that is set is used or refused, never ignored. Raises CompileError, and the errors of `install`.
     """
@@ -114,7 +114,7 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
 
 
 def home_of(nvcc: Path) -> Path | None:
-    """Return the CUDA_HOME of an nvcc, TOP in its dry run; the nvcc may be a wrapper script in another folder."""
+    """Return an nvcc's CUDA_HOME, or None, from TOP in its dry run: the nvcc may be a wrapper in another folder."""
     dry_run = run_unchecked([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull])
     match = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
     return Path(match[1].strip()).resolve() if match else None
@@ -143,7 +143,7 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> tuple[Path, str]:
-    """Return the first GCC for `machine` of version `minimum` or later that the nvcc in `home` takes, and its version.
+    """Return the first GCC for `machine` of version `minimum` or later that `home`'s nvcc supports, and its version.
 
     For another machine it is a cross compiler with that machine's name as prefix, as Debian names them. nvcc's header
     sets the upper bound. Raises CompileError.

@@ -48,7 +48,7 @@ from sparkforge.pins.verify import ImageChanges, load_patched
 from sparkforge.sources import archive
 
 STAGE, PACK = "kernels", "pack"
-SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is for the compilers' files
+SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is for temporary files
 # FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
 AHEAD_OF_TIME = "flashinfer/data/aot"
 SPECS = Path(__file__).with_name("specs.py")
@@ -60,8 +60,8 @@ REMOVED = (
 )  # fmt: skip
 # The compilers' variables that the server must have too.
 COMPILER_VARIABLES = ("CUDA_HOME", "CXX", "FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER")
-# Puts an order's libraries at the paths given by module name, and returns facts for the manifest, among them PACK and
-# the number of units. If it returns None, the libraries are compiled.
+# A function that puts an order's libraries at the given paths (by module name) and returns facts for the manifest,
+# including PACK and the number of units. If it returns None, the libraries are compiled.
 Take: TypeAlias = "Callable[[KernelOrder, Mapping[str, Path]], Mapping[str, Any] | None]"
 
 
@@ -88,7 +88,7 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class KernelEnvironment:
-    """An interpreter with a patched FlashInfer: versions by distribution, Python's headers, the queue's sha256."""
+    """An interpreter with a patched FlashInfer: versions by distribution, Python's headers, its queue's sha256."""
 
     python: Path
     site_packages: Path
@@ -254,7 +254,7 @@ def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None 
 
 
 def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, requests: Any = None) -> Any:
-    """Run specs.py with `python` and return its output. Raises CompileError."""
+    """Run specs.py with the interpreter `python` and return its parsed output. Raises CompileError."""
     fix = "without --python   # or name an interpreter that has FlashInfer and torch"
     unset = [word for name in REMOVED for word in ("-u", name)]
     try:
@@ -295,7 +295,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
         started = time.monotonic()
         modules = write(order.environment, order.modules, order.env)
         libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
-        for library in libraries.values():  # without a manifest they are not trusted; linking is quick
+        for library in libraries.values():  # not trusted without a manifest; linking them again is quick
             library.unlink(missing_ok=True)
         taken = take(order, libraries) if take else None
         result, facts = (BuildResult(0, 0, int(taken["units"])), dict(taken)) if taken else _compile(order, modules)

@@ -46,12 +46,12 @@ LAYOUT = "1"  # increase it when this module makes a different build from the sa
 MINIMUM_CXX = 13  # vLLM 0.32.0, CMakeLists.txt:1561-1571
 SUPPORTED = re.compile(r"CUDA supported target architectures: (.*)$", re.MULTILINE)
 GENCODE = re.compile(r"-gencode arch=\w+,code=(\w+)")
-# CMake's rules that make an object, before and since 3.28, which looks for C++ modules.
+# CMake's rules that make an object. Since 3.28, which scans for C++ modules, the names have a suffix.
 COMPILERS = re.compile(r"^(?:CUDA|CXX)_COMPILER__(.+?)(?:_(?:un)?scanned)?_Release$", re.MULTILINE)
 OBJECT = re.compile(r"^CMakeFiles/(.+?)\.dir/(.+)$")
 # Variables that CMake, or torch's and vLLM's CMake files, read; they would change the build.
 CLEARED = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_ARGS", "PYTHONPATH", "PYTHONHOME")
-# Nothing may be downloaded that is not in pins.toml.
+# CMake may download nothing: every input is pinned in pins.toml.
 OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DVLLM_TARGET_DEVICE=cuda", "-DFETCHCONTENT_FULLY_DISCONNECTED=ON")
 MINIMUM_CMAKE = (3, 26, 1)  # vLLM 0.32.0, pyproject.toml
 PROBE = """
@@ -337,7 +337,7 @@ def configure(order: ExtensionOrder) -> None:
     stamp = order.folder / "configured.json"
     if stamp.is_file():
         return
-    for stale in (tree, order.folder / "cmake"):  # of a run that was killed
+    for stale in (tree, order.folder / "cmake"):  # left by a killed run
         manifest.remove(stale)
     say("configuring: takes half a minute or more")
     vllm_sources.copy_tree(order.sources, tree)
@@ -375,7 +375,7 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
     """
     folder = order.folder / "cmake"
     listing = run([order.chain.ninja, "-C", folder, "-t", "rules"]).stdout
-    targets = {target.lstrip("_") for target in order.targets}  # CMake writes one underscore for several
+    targets = {target.lstrip("_") for target in order.targets}  # CMake replaces several underscores by one
     rules = [rule[0] for rule in COMPILERS.finditer(listing) if rule[1].lstrip("_") in targets]
     unit_name = functools.partial(OBJECT.sub, r"\1/\2")
     units = ninja_build.read_units(folder, order.chain.ninja, rules, unit_name=unit_name) if rules else []

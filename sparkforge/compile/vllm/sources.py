@@ -27,7 +27,7 @@ from sparkforge.pins import GitSource, Stack
 from sparkforge.sources import archive, offline, trees
 
 TARGETS = Path(__file__).with_name("targets.toml")
-PARTS = ("CMakeLists.txt", "cmake", "csrc", "tools")  # of the sdist; what CMake reads
+PARTS = ("CMakeLists.txt", "cmake", "csrc", "tools")  # the parts of the sdist that CMake reads
 STAND_IN = '#error "left out of this build: see sparkforge/compile/vllm/targets.toml"\n'
 
 
@@ -94,7 +94,7 @@ class TargetTable(Record):
 
 @cache
 def load_targets(version: str) -> TargetTable:
-    """Return the table for a vLLM release. Raises InputError for another one, pydantic's errors for our mistakes."""
+    """Return the table for a vLLM release. Raises InputError for an unknown one, pydantic's errors for a bad table."""
     document = read_toml(TARGETS)
     releases, targets, left_out = (document.pop(key) for key in ("versions", "targets", "left_out"))
     if version not in releases:
