@@ -4,8 +4,8 @@ nvdisasm reads 2 MB of cubins a second, and large libraries hold hundreds of MB.
 FlashInfer's MoE hold 162,000 instructions with 698 *shapes*. A shape is an instruction's bits without registers,
 immediates and scheduling. So we count shapes and give nvdisasm one real instruction of each. Of the 128 bits, 0-11 are
 the opcode and 72-104 its modifiers (derived from nvdisasm's output; tests/integration/test_audit.py compares whole
-kernels). SHFL, LDG, HSETP2 and IMAD have modifiers in other bits; their counts by modifier can be wrong. No rule uses these
-modifiers.
+kernels). SHFL, LDG, HSETP2 and IMAD have modifiers in other bits; their counts by modifier can be wrong. No rule uses
+these modifiers.
 """
 
 from __future__ import annotations

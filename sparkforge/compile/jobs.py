@@ -210,7 +210,7 @@ class _Run:
         self.sampled = self.starved = 0.0
 
     def all(self) -> JobsReport:
-        """Run all units. After a failed unit wait for the running, then raise its error. An exception ends all units."""
+        """Run all units. After a failed unit wait for the running, then raise its error. An exception ends them all."""
         start = time.monotonic()
         try:
             while self.running or (not self.failure and (self.waiting.units or self.again)):

@@ -1,6 +1,6 @@
 """Make `.venv` from `locks/tools.txt`: `python3 -m sparkforge.core.bootstrap ROOT`, which `./inv` runs.
 
-It runs before anything is installed, so it and its imports need the standard library only.
+It runs before anything is installed, so this module and its imports need only the standard library.
 
 The copy of the lock in `.venv/.complete` is written last; without it the folder counts as incomplete and is made again.
 """

@@ -127,7 +127,7 @@ def echo_json(value: Any) -> None:
 
 
 def stream(pieces: Iterable[str]) -> None:
-    """Print pieces of one text to stdout as they come; a sequence that is cut between two pieces is removed as well."""
+    """Print pieces of one text to stdout as they arrive; a sequence that is cut between two pieces is removed, too."""
     sanitiser = Sanitiser()
     for piece in pieces:
         if text := sanitiser.feed(piece):
@@ -142,7 +142,7 @@ def _write(text: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for later output of Python
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's later output must not fail again
         fix = "again   # first free some space there, or send the output elsewhere"
         why = "the disk that it is written to is full"
         raise StorageError("cannot write the output", why, fix, code="storage.full") from error

@@ -15,8 +15,8 @@ from sparkforge.core.tables import Record
 INSTALL = "sudo apt install docker.io   # or Docker Engine: https://docs.docker.com/engine/install"
 POLL_SECONDS = 0.2
 LOG_END = 8192  # characters of a build's log that show how it ended; programs may print anything before
-_REGISTRY = re.compile(r"https?://([^/\s\"]+)/v2/")  # in a message; takes the place of HOST in a fix
-# BuildKit's plain progress: "#12 [runtime 3/5] RUN …", and what a step prints: "#12 4.21 text".
+_REGISTRY = re.compile(r"https?://([^/\s\"]+)/v2/")  # the registry in a message; replaces HOST in a fix
+# BuildKit's plain progress: "#12 [runtime 3/5] RUN …", and the output of a step: "#12 4.21 text".
 _BUILD_STEP = re.compile(r"^#\d+ (\[[^\]]+\] .{0,60})", re.MULTILINE)
 TABLE = Path(__file__).with_name("complaints.toml")
 NO_SPACE = re.compile(r"^.*(?:no space left on device|disk quota exceeded).*$", re.IGNORECASE | re.MULTILINE)
@@ -39,7 +39,7 @@ class Complaints(Record):
 
 
 def explained(text: str, failure: str, fix: str) -> SparkforgeError:
-    """Return the error for what docker printed: a known one, else an EngineError with the last lines."""
+    """Return the error for docker's output `text`: a known one, else an EngineError with its last lines."""
     if match := NO_SPACE.search(text):
         return StorageError("the Docker engine has no space left", match[0].strip()[:500], PRUNE, code="storage.full")
     for row in tables.load(TABLE, Complaints).complaints:
@@ -53,7 +53,7 @@ def explained(text: str, failure: str, fix: str) -> SparkforgeError:
 
 
 def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, fix: str = "") -> str:
-    """Run `docker` in the checkout with `arguments` to its end and return what it printed on stdout.
+    """Run `docker` in the checkout with `arguments` to its end and return its stdout.
 
     `env` is added to ours. Raises EngineError without a docker command, and after a failure as `explained`.
     """

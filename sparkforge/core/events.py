@@ -1,8 +1,8 @@
 """Find the faults in a log of any program. The log is read once, in bounded memory.
 
 Logs of servers, journalctl, dmesg, Docker, Compose, BuildKit and `docker inspect` are accepted, with colours, invalid
-UTF-8 and lines of any length. Lines that differ in long numbers only (times, addresses, request ids) are one line with
-a count. `Event.faults` are the lines that say that something broke; `Event.decisive` is the line that says why.
+UTF-8 and lines of any length. Lines that differ only in long numbers (times, addresses, request ids) become one
+line with a count. `Event.faults` are the lines about failures; `Event.decisive` is the line with the reason.
 """
 
 import codecs
@@ -22,9 +22,9 @@ SHOWN = 300  # characters of a line that are shown
 END = 5  # lines at the end of a log in which LAST_WORDS count
 KEPT_LINES = 1500  # different lines that are kept from the beginning of a log, and as many from its end
 REMEMBERED = 20_000  # different lines that are recognised when they come again
-BLOCK_LINES = 40  # after the first line of an error of ours, in which its `next:` must come
+BLOCK_LINES = 40  # lines after the first line of a Sparkforge error in which its `next:` must come
 
-# The last form is what is left of a colour where the escape character was lost or made visible.
+# The last form is the rest of a colour whose escape character was lost or made visible.
 COLOUR = re.compile(
     rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])|"
     rb"(?:\xef\xbf\xbd|\^\[)?\[\d{1,2}(?:;\d+)*m(?!\])"
@@ -45,7 +45,7 @@ JOURNAL = re.compile(r"^(?:\w{3} [ \d]\d [\d:]{8} )?(?:[\w.-]+ )?([\w./@-]{2,60}
 PROGRESS = re.compile(r"^[^\[\]%]*\d%[^\[\]]*\[[^\[\]]{0,60}(?:it/s|s/it)[^\[\]]{0,60}\](?=[(A-Z\[])")
 SERVERS = _pattern("SERVERS")
 PROGRAMS = _pattern("PROGRAMS")
-# Programs and units of a desktop or of the system, on which the kernel and systemd report too.
+# Programs and units of a desktop or of the system, about which the kernel and systemd report too.
 FOREIGN = re.compile(
     r"^(?:systemd: (?:Failed to start )?|traps: )?(?:gnome|gdm|Xorg|Xwayland|firefox|chrom|snap|cups|apt-|fwupd|"
     r"packagekit|bluetooth|NetworkManager|ModemManager|avahi|colord|cron|ssh|tracker|xdg-|pipewire|wireplumber|pulseaudio|polkit|apport|"
@@ -53,7 +53,8 @@ FOREIGN = re.compile(
     r"(?:\[\d+\]:? (?:segfault|trap|general)|\.\w+[: ])"
 )
 JOURNAL_TIME = re.compile(r"^\w{3} [ \d]\d [\d:]{8} (?:[\w.-]+ )?")
-# The same behind an ISO time (short-iso; /var/log/kern.log of Ubuntu 24.04) or an hour: not every word is a program.
+# The same after an ISO time (short-iso; /var/log/kern.log of Ubuntu 24.04) or a time of day. A word is a program only
+# if it has a process id or is `kernel`.
 JOURNAL_ISO = re.compile(
     r"^(?:\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-][\d:]+)|\d\d:\d\d:\d\d) [\w.-]+ ([\w./@()-]{2,60})(?:\[\d+\]: |(?<=kernel): )"
 )
@@ -75,7 +76,7 @@ FRAME = re.compile(r"^\s+\S|^\s*$")  # in a traceback, an indented line is not a
 FILE = re.compile(r'^\s+File "[^"]*", line \d+')
 BARE = re.compile(r"[\w.]+:?\s*")  # an exception's type without a message
 CUDA = {int(number): re.compile(pattern) for number, pattern in _TEXTS["CUDA"].items()}
-# A number that is given for one; below 600 it may be an HTTP status.
+# A CUDA error's number; in the first form a number below 600 may be an HTTP status.
 CUDA_NUMBER = re.compile(
     r"(?i)\bcu(?:da|dnn|[A-Z])\w*\b.{0,80}?\b(?:error|failure|code|status|err)\b[ :=(]{1,2}([6-9]\d\d)\b|"
     r"\berr (\d{3}) != CUDA_SUCCESS|\bError (80\d|999)\b"
@@ -167,12 +168,12 @@ class Line:
 
     @property
     def are_last_words(self) -> bool:
-        """Whether a program whose last line this is has failed."""
+        """Whether the line means a failure if it is the last line of a program's output."""
         return not self.level and bool(LAST_WORDS.search(self.text)) and not NOISE.search(self.text)
 
     @property
     def told(self) -> str:
-        """The displayed text; without a message or ending in a colon, with the next line or where it was raised."""
+        """The displayed text; without a message or ending in a colon, also the next line or the source's place."""
         following = strip(self.after[0])[0] if self.after else ""
         if not (BARE.fullmatch(self.text) or self.text.endswith(":")):
             return f"{self.shown} {following.strip()}"[:SHOWN] if CAUSED.match(following) else self.shown
@@ -228,7 +229,7 @@ class Event:
         return None
 
     def chain(self, line: Line) -> list[Line]:
-        """Return the exceptions that led to `line`, the root first, and `line`."""
+        """Return the exceptions that led to `line`, the root cause first, and then `line`."""
         by_number, chain = {entry.number: entry for entry in self.lines}, [line]
         while (cause := by_number.get(chain[0].cause)) and cause not in chain:
             chain.insert(0, cause)
@@ -265,7 +266,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 class _Reader:
-    """The state of reading a log: the lines so far, repeated ones, and an error of ours that is not complete yet."""
+    """The state of reading a log: the lines so far, repeated ones, and an incomplete Sparkforge error."""
 
     def __init__(self) -> None:
         self.first: list[Line] = []
@@ -273,16 +274,16 @@ class _Reader:
         self.quiet: deque[Line] = deque(maxlen=KEPT_LINES)
         self.seen: dict[int, Line | None] = {}
         self.ended = self.aftermath = self.length = 0
-        self.pending: list[Line] = []  # faults since the last start, which a sign of life cancels
+        self.pending: list[Line] = []  # faults since the last start; a success clears the list
         self.exception: dict[str, int] = {}  # by process: the line of its last exception
         self.chained: set[str] = set()
         self.ignored: set[str] = set()  # processes whose next exception Python ignored
         self.block: _Block | None = None
         self.before: deque[str] = deque(maxlen=3)  # the last lines of the log
-        self.latest: deque[Line | None] = deque(maxlen=2)  # those lines parsed, if they are kept
+        self.latest: deque[Line | None] = deque(maxlen=2)  # the last two lines parsed, None if not kept
 
     def read(self, number: int, raw: bytes) -> None:
-        """Take the next line of the log; a carriage return divides it, as progress bars do."""
+        """Take the next line of the log; it is divided at each carriage return, which progress bars print."""
         raw = raw.replace(b"\0", b"").removeprefix(codecs.BOM_UTF16_LE).removeprefix(codecs.BOM_UTF8)
         for part in raw.rstrip(b"\r\n").split(b"\r"):
             self._read(number, COLOUR.sub(b"", unwrap(part)))
@@ -335,7 +336,7 @@ class _Reader:
         return line
 
     def _notice(self, line: Line, number: int) -> None:
-        """Keep track of starts, signs of life and the end, which decide what a fault means."""
+        """Keep track of starts, successes and shutdowns, which decide whether a fault counts."""
         if succeeded := SUCCESS.search(line.text) or ALIVE.search(line.text):
             for pending in self.pending:
                 pending.survived = True
@@ -353,7 +354,7 @@ class _Reader:
 
 @dataclass
 class _Block:
-    """An error of ours whose `why:` and `next:` are still to come."""
+    """A Sparkforge error of which `why:` or `next:` has not been read yet."""
 
     line: Line
     left: int = BLOCK_LINES
@@ -401,7 +402,7 @@ def strip(text: str) -> tuple[str, str, str]:
 
 
 def _of_journal(program: re.Match[str], text: str) -> tuple[str, str]:
-    """Return what a program told the journal, behind its name unless it is the kernel or the server, and the level."""
+    """Return a program's message in the journal and the level; its name precedes it, except for kernel and server."""
     message = text[program.end() :]
     if program[1] == "kernel":
         return message, "KERNEL"
@@ -421,7 +422,7 @@ def unwrap(raw: bytes) -> bytes:
 
 
 def _cuda_error(text: str) -> int | None:
-    """Return the number of the CUDA error that a line tells of."""
+    """Return the number of the CUDA error in a line; None if there is none."""
     if (match := CUDA_NUMBER.search(text)) and (number := int(match[1] or match[2] or match[3])) in CUDA:
         return number
     if not CUDA_WORDS.search(text) or text.startswith("Search for "):
@@ -430,7 +431,7 @@ def _cuda_error(text: str) -> int | None:
 
 
 def _signal(text: str) -> int | None:
-    """Return the number of the signal by which a line says that a process ended."""
+    """Return the number of the signal that ended a process according to a line; None if there is none."""
     if match := KILLED.search(text):
         return SIGNALS[match[1] or match[2]]
     if match := SHELL.match(text):

@@ -27,14 +27,14 @@ from sparkforge.core.errors import StorageError
 CHUNK = 1 << 20
 LARGEST = 64 << 20  # bytes of a file; our largest result has 3 MB
 LARGEST_TOML = 4 << 20  # bytes; tomllib is slow, and our tables are written by hand
-MOST_DOTS = 10**8  # sum of each line's squared number of dots, as tomllib's time for dotted keys grows
+MOST_DOTS = 10**8  # sum of each line's squared number of dots; tomllib's time for dotted keys grows with it
 MOST_VALUES = 10_000_000  # of one JSON text, by its commas and brackets: Python takes about 100 bytes for each
 DEEPEST = 64  # nested tables and lists; a writer of such a value needs several calls per level
-HOLDER_SECONDS = 0.5  # until a process that has just got a lock has written its id into the file
+HOLDER_SECONDS = 0.5  # in which a process that has just got a lock writes its id into the file
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes, read in chunks of 1 MiB."""
+    """Return the hex sha256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -62,11 +62,11 @@ def fsync_directory(path: Path) -> None:
 def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`; on success sync and rename it there, on any error remove it.
 
-    Also removes what killed writers of `path` left. Raises StorageError where the file system has no room.
+    Also removes the temporary files of killed writers of `path`. Raises StorageError if the file system is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep_temporaries(path.parent, f".{glob.escape(path.name)}.*.tmp")
-    while True:  # the file's lock shows that its writer lives
+    while True:  # a lock on the file shows that its writer is alive
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         temporary = Path(name)
         with suppress(OSError):  # a file system without locks; nothing is swept there
@@ -104,7 +104,7 @@ def sweep_temporaries(folder: Path, pattern: str) -> int:
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data` in one step; text is UTF-8, with a lone surrogate as the escape that JSON reads back."""
+    """Replace `path` by `data` in one step; text is written as UTF-8, a lone surrogate as its JSON escape."""
     with atomic_file(path, mode=mode) as file:
         file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
@@ -138,7 +138,7 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
 
 
 def untrusted(path: Path, why: str, fix: str) -> StorageError:
-    """Return the error for a file whose content decides what is run, and that others may have written."""
+    """Return the error for a file that decides which programs run, and that other users may have written."""
     return StorageError(f"{path} is not trusted", why, fix, code="storage.access")
 
 
@@ -161,7 +161,7 @@ def unreadable(folder: Path) -> tuple[str, str] | None:
 
 
 def _denied(path: Path) -> tuple[str, str] | None:
-    """Return which part of a path denies reading it, and to whom, and the command that fixes that."""
+    """Return why a part of `path` cannot be read, and the command that fixes it; None if `path` can be read."""
     for part in (*reversed(path.parents), path):
         mode = (os.R_OK if part == path else 0) | (os.X_OK if part.is_dir() else 0)
         if not part.exists() or os.access(part, mode):
@@ -191,7 +191,7 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
         except BlockingIOError:
             why = f"another Sparkforge command{_holder(path)} holds {path}"
             raise StorageError(f"cannot {purpose}", why, "again   # when it has ended", code="storage.busy") from None
-        with suppress(OSError):  # a full disk: the lock holds all the same
+        with suppress(OSError):  # a full disk: the process holds the lock without its line in the file
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"pid {os.getpid()}: {purpose}\n".encode())
         try:
@@ -204,7 +204,7 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
 def holder(path: Path, purpose: str) -> int | None:
     """Return the id of our process that holds the lock `path` for `purpose`; None if there is none.
 
-    A killed holder leaves its line in the file, so the process must have the file open, too.
+    A killed holder leaves its line in the file, so the process must also have the file open.
     """
     try:
         pid, _, named_purpose = path.read_text(encoding="utf-8").removeprefix("pid ").partition("\n")[0].partition(": ")

@@ -64,8 +64,8 @@ STATE_FIELDS = (
     *("clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu"),
     "clocks_event_reasons.active",
 )
-BUSY = 0.5  # share of the last second in which a kernel ran; an idle GPU lowers its clock normally
-HALF = 0.5  # of the highest SM clock. A Spark in good order keeps 2,400 of 3,003 MHz under load (docs/hardware.md)
+BUSY = 0.5  # share of the last second in which a kernel ran; a less busy GPU may lower its clock
+HALF = 0.5  # of the highest SM clock. A healthy Spark keeps 2,400 of 3,003 MHz under load (docs/hardware.md)
 IDLE = 0x1
 POWER_CYCLE = (
     "sudo poweroff   # pull the power supply from the wall and from the machine for 60 s, and start again; "
@@ -76,7 +76,7 @@ SETTING = "sudo nvidia-smi -rgc   # removes a limit that somebody set"
 
 
 class ClockReason(NamedTuple):
-    """A bit of nvidia-smi's clocks_event_reasons; `alone`: worth a warning at any clock."""
+    """A bit of nvidia-smi's clocks_event_reasons; if `alone`, it is a fault at any clock."""
 
     name: str
     fix: str
@@ -124,7 +124,7 @@ class GpuState:
         return [reason for bit, reason in REASONS.items() if self.reasons & bit]
 
     def describe(self) -> str:
-        """Return what is known in one line; empty if nothing is."""
+        """Return the known figures in one line; empty if there are none."""
         clock = f"SM clock {self.clock:.0f}" if self.clock is not None else ""
         clock += f" of {self.max_clock:.0f}" if clock and self.max_clock is not None else ""
         limit = f" of {self.power_limit:.0f}" if self.power_limit is not None else ""

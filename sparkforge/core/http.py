@@ -107,7 +107,7 @@ def events(response: httpx.Response, seconds: float = math.inf) -> Iterator[Serv
 
 
 async def aevents(response: httpx.Response, seconds: float = math.inf) -> AsyncIterator[ServerSentEvent]:
-    """Do what `events` does for an asynchronous client's response."""
+    """Yield the events of an asynchronous client's response. Raises the errors of `events`."""
     reader = _Reader(response, seconds)
     async for piece in response.aiter_raw():
         for event in reader.read(piece):

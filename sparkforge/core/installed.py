@@ -109,7 +109,7 @@ class Installed:
 
         with ThreadPoolExecutor(WORKERS) as pool:  # hashing releases the GIL
             large = pool.map(judge, [line for line in self.lines if line.size >= CHUNK])
-            changes = [judge(line) for line in self.lines if line.size < CHUNK]  # a thread costs more than a small file
+            changes = [judge(line) for line in self.lines if line.size < CHUNK]  # faster without a thread
             if added is not None:
                 changes += _extra(str(self.packages), {line.path for line in self.lines}, added)
             changes += large

@@ -1,6 +1,6 @@
 """Errors of pip and uv as one line: the cause, the next step, and whether to try again.
 
-It needs the standard library only, because `sparkforge.core.bootstrap` runs before anything is installed.
+It needs only the standard library, because `sparkforge.core.bootstrap` runs before anything is installed.
 """
 
 from __future__ import annotations

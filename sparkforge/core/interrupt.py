@@ -22,7 +22,7 @@ class TerminatedError(KeyboardInterrupt):
 
 
 class _State:
-    """The state of this process: the depth of `held`, a pending signal, and the signal that ends it."""
+    """The state of this process: the nesting depth of `held`, a pending signal, and the signal that ends it."""
 
     depth = 0
     waiting: int | None = None

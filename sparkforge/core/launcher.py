@@ -2,7 +2,7 @@
 
 The files become a checkout in the user's data folder, once per wheel, so that environments, Docker and systemd find a
 permanent folder even if `uvx` installed the wheel for a single run. The user's files in it stay. This module and its
-imports need the standard library only, because the wheel installs nothing else.
+imports need only the standard library, because the wheel installs nothing else.
 """
 
 from __future__ import annotations

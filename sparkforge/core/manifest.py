@@ -76,10 +76,10 @@ def is_intact(manifest: Manifest, folder: Path) -> bool:
 
 
 def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> tuple[Manifest, bool]:
-    """Have `make` write the artifact unless it exists; return its manifest and whether it was made now.
+    """Have `make` write the artifact unless it is current; return its manifest and whether it was made now.
 
-    `make` gets a path beside `path` that it must create; it is renamed only when all of it is on the disk. Raises what
-    `make` raises, with nothing left, and StorageError while another process makes the same artifact.
+    `make` gets a path beside `path` and must create it; the result is renamed when all of it is on the disk. Raises the
+    errors of `make`, with nothing left, and StorageError while another process makes the same artifact.
     """
     if (manifest := current(path, stage, inputs)) and not os.path.lexists(_aside(path)):
         return manifest, False
@@ -139,7 +139,8 @@ def _recover(path: Path) -> None:
     process_id, suffix = r"\d+(\.parts)?\.tmp", re.escape(SUFFIX)
     written = rf"(\.\d+\.tmp({suffix})?|\.sha256|{suffix})\.[a-z0-9_]{{8}}\.tmp"
     litter = _matching(path.parent, rf"\.{name}\.{process_id}({suffix})?|\.{{1,2}}{name}{written}")
-    for stale in sorted(litter, key=lambda path: not path.name.endswith(SUFFIX)):  # no manifest outlives its artifact
+    # Manifests first: a manifest must not outlive its artifact.
+    for stale in sorted(litter, key=lambda path: not path.name.endswith(SUFFIX)):
         remove(stale)
     if beside(path).exists():
         _remove_aside(path)

@@ -28,7 +28,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class _Flavour:
-    """One version of the memory controller: files of limits and of usage, and the droppable part in memory.stat."""
+    """One version of the memory controller: files of limits and usage, and memory.stat's name of droppable memory."""
 
     file_system: str
     limits: tuple[str, ...]
@@ -44,7 +44,7 @@ FLAVOURS = (
 
 
 def measure(root: Path = Path("/")) -> Machine:
-    """Return what is available now; `root` is where /proc and the cgroup mounts are looked up."""
+    """Return what is available now; `root` is the folder with /proc and the cgroup mounts."""
     available, bound = numbers(root / "proc/meminfo").get("MemAvailable:", 0) * 1024, "MemAvailable"
     for flavour in FLAVOURS:
         for group in groups(root, flavour.file_system, "memory"):
@@ -104,7 +104,7 @@ def cpus(root: Path) -> int:
 
 
 def groups(root: Path, file_system: str, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of each one around it, innermost first.
+    """Yield the folders of this process's cgroup and of its parents, innermost first.
 
     In a container the path in /proc/self/cgroup may be the host's; the mount then has the container's group at its top.
     """

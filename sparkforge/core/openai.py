@@ -18,15 +18,15 @@ from sparkforge.core import http
 from sparkforge.core.errors import ServerError, UsageError
 
 HEALTH_SECONDS = 2.0
-GET_SECONDS = 30.0  # nothing is computed for these
-READ_SECONDS = 600.0  # for a piece of a stream: the first token of a long prompt on a CPU takes minutes
+GET_SECONDS = 30.0  # for requests for which the server computes nothing
+READ_SECONDS = 600.0  # between two pieces of a stream: the first token of a long prompt on a CPU takes minutes
 ANSWER_SECONDS = 3600.0  # for a whole answer
-ERROR_BYTES, ERROR_SECONDS = 1 << 20, 10.0  # of an error's JSON
+ERROR_BYTES, ERROR_SECONDS = 1 << 20, 10.0  # limits for reading an error's JSON
 POLL_SECONDS = 0.25
 # Exceptions for JSON with unexpected content, and for lines without metrics.
 WRONG_SHAPE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, *WRONG_SHAPE)
-LAST_EVENTS = {"response.completed", "response.incomplete", "response.failed"}  # of the Responses API, without [DONE]
+LAST_EVENTS = {"response.completed", "response.incomplete", "response.failed"}  # the Responses API sends no [DONE]
 LONGEST = 4096  # characters of a line of /metrics that is parsed; vLLM's have 100
 # vLLM's count of generated tokens over all requests (vllm/v1/metrics/loggers.py, 0.32.0).
 COUNTER = "vllm:generation_tokens_total"
@@ -52,8 +52,8 @@ class Served:
 class Endpoint:
     """An OpenAI API at `url` (without /v1) and the model to request.
 
-    `key` is the API key, by default `OPENAI_API_KEY`; `read_seconds` is the longest silence. Raises UsageError if `url`
-    is not an HTTP URL.
+    `key` is the API key, by default `OPENAI_API_KEY`; `read_seconds` is the longest wait for more bytes. Raises
+    UsageError if `url` is not an HTTP URL.
     """
 
     url: str
@@ -140,11 +140,11 @@ class Endpoint:
         raise _reply_error("the answer broke off", "the stream ended without [DONE]")
 
     def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
-        """POST /v1/completions."""
+        """POST /v1/completions and return the response's JSON object. Raises ServerError."""
         return self.post("/v1/completions", {"model": self.model, "prompt": prompt, **options})
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-        """POST /v1/chat/completions."""
+        """POST /v1/chat/completions and return the response's JSON object. Raises ServerError."""
         return self.post("/v1/chat/completions", {"model": self.model, "messages": messages, **options})
 
     def stream_chat(
@@ -233,9 +233,9 @@ class Endpoint:
     def wait_until_serving(
         self, deadline: float, alive: Callable[[], bool], listens: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Wait for health, then one token; False if `alive()` ends or `deadline` passes. Raises ServerError.
+        """Wait for health, then one token; return False if `alive()` is false or `deadline` passes. Raises ServerError.
 
-        `listens` tells whether the expected server has the port: while it starts, another one can take it.
+        `listens` tells whether the expected server has the port: while it starts, another program can take the port.
         """
         if not wait_until(lambda: self.healthy() and listens(), deadline, alive):
             return False
@@ -244,7 +244,7 @@ class Endpoint:
 
 
 def wait_until(condition: Callable[[], bool], deadline: float, alive: Callable[[], bool] = lambda: True) -> bool:
-    """Wait until `condition()`; return False if `alive()` ends or `deadline` (monotonic) passes before."""
+    """Wait until `condition()`; return False if `alive()` is false or `deadline` (monotonic) passes first."""
     while time.monotonic() < deadline and alive():
         if condition():
             return True

@@ -34,7 +34,7 @@ COMPOSE_PROFILE = "SPARKFORGE_COMPOSE_PROFILE"
 DEFAULT_COMPOSE_FILES = ["docker-compose.yml"]  # Compose finds it by itself, with the override file
 COMPOSE_VERBS = "build|config|down|exec|logs|ps|pull|restart|run|start|stop|up"
 SHARED = "SPARKFORGE_SHARED_STATE"  # set for a model of a fleet, whose own state folder has only its records
-OF_THE_HOST = ("docker", "sudo", "systemctl", "loginctl", "journalctl")  # no image has them
+OF_THE_HOST = ("docker", "sudo", "systemctl", "loginctl", "journalctl")  # commands that no image has
 
 
 def user_folder(kind: str) -> Path:
@@ -44,7 +44,7 @@ def user_folder(kind: str) -> Path:
 
 
 def as_called_here(text: str) -> str:
-    """Return a text; in an installed wheel, a checkout's commands and folders are replaced by the wheel's."""
+    """Return `text`; in an installed wheel, a checkout's commands and folders are replaced by the wheel's."""
     if not INSTALLED:
         return text
     text = re.sub(r"(?<![\w/.])sudo \./inv\b", f"sudo {ROOT}/inv", text)  # root has another home, and no `sparkforge`
@@ -72,7 +72,7 @@ def where_it_runs(advice: str, root: Path = ROOT) -> str:
 
 
 def compose_options(environment: Mapping[str, str]) -> str:
-    """Return what follows `docker compose` to name the files that made this container: empty, or ends in a space."""
+    """Return the `docker compose` options, files and profile, of this container: empty, or with a space at the end."""
     files = [name for name in environment.get(COMPOSE_FILES, "").split(os.pathsep) if name]
     if not files:
         named = {
@@ -145,7 +145,7 @@ def cache() -> Path:
 
 
 def shared() -> Path:
-    """Directory of what the models of a fleet have in common: environments, the tiny model, vLLM's cache."""
+    """Directory that a fleet's models share, with environments, the tiny model, vLLM's cache."""
     return Path(os.environ.get(SHARED) or state())
 
 

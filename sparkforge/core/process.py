@@ -23,8 +23,8 @@ LARGEST_PID = 1 << 22  # PID_MAX_LIMIT of 64-bit Linux, include/linux/threads.h
 PIECE = 1 << 16  # bytes
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # until the kernel has freed the memory of a killed process
-REAP_SECONDS = 0.2  # for a killed probe; one that is stuck in the kernel is left behind
-LONGEST_OUTPUT = 16 << 20  # bytes that are read of what a probe printed
+REAP_SECONDS = 0.2  # for a killed probe; a probe that is stuck in the kernel is abandoned
+LONGEST_OUTPUT = 16 << 20  # bytes of a probe's output that are read
 
 
 def run(
@@ -78,7 +78,7 @@ def _by_hand(command: Sequence[str | Path]) -> str:
 
 @contextmanager
 def _running(command: Sequence[str | Path], fix: str = "", **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program; if an exception ends the block, end it and all that it has started. Raises ProcessError."""
+    """Start a program; if an exception ends the block, end it and all its descendants. Raises ProcessError."""
     with ExitStack() as stack:
         with interrupt.held():
             process = stack.enter_context(_started(command, fix, **options))
@@ -105,7 +105,7 @@ def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) ->
 
 
 def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, None]:
-    """Run `command`, yield what it prints, and end it when the caller stops reading. Raises ProcessError."""
+    """Run `command`, yield its output, and end it when the caller stops reading. Raises ProcessError."""
     decoder = getincrementaldecoder("utf-8")("replace")  # a piece can end in the middle of a character
     with _running(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as process:
         while process.stdout and (data := process.stdout.read(PIECE)):
@@ -153,7 +153,7 @@ class ProgramOutput:
 
 
 def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None = None) -> ProgramOutput:
-    """Run a program that may hang for at most `seconds`; then kill its session and do not wait for it.
+    """Run a program, which may hang, for at most `seconds`; then kill its session without waiting for its end.
 
     Output goes to files: a process that is stuck in the kernel (a known way for a GPU driver to fail) never closes its
     pipe. `env` is the whole environment; None keeps ours. Raises ProbeError if the program cannot be started.
@@ -202,13 +202,13 @@ def require(answer: ProgramOutput, name: str, seconds: float) -> str:
 
 
 def ending(code: int) -> str:
-    """Say how a process ended, from its return code."""
+    """Return in words how a process with this return code ended."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The end of a program: its exit code (-N for signal N) and its usage with that of the children it waited for.
+    """The end of a program: its exit code (-N for signal N) and resource usage, with its awaited children's.
 
     `peak` is the kernel's high-water mark, in bytes, of the resident size of the *largest single process* among them:
     too low where stages run in parallel, and never below the size of this process when it started the program.
@@ -271,9 +271,9 @@ def _is_program(pid: int) -> bool:
 
 
 def terminate_session(pid: int, *, grace: float = GRACE_SECONDS) -> None:
-    """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL; wait for that.
+    """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL; wait for the end.
 
-    Raises ProcessError if one of them may not be signalled; the others have ended then.
+    Raises ProcessError, after the end of all others, if a process may not be signalled.
     """
     if _is_program(pid):
         _end(pid, grace, lambda _pids: session_members(pid))
@@ -286,7 +286,7 @@ def terminate(pids: Sequence[int]) -> None:
 
 
 def terminate_tree(pid: int, *, grace: float = GRACE_SECONDS) -> None:
-    """End a process and its descendants: SIGTERM, `grace` seconds, SIGKILL; wait for that. Raises ProcessError."""
+    """End a process and its descendants: SIGTERM, `grace` seconds, SIGKILL; wait for the end. Raises ProcessError."""
     if _is_program(pid):
         _end(pid, grace, _tree)
 
@@ -295,7 +295,7 @@ def _end(pid: int, grace: float, members_of: Callable[[list[int]], list[int]]) -
     members = members_of([pid])
     _signal_all(members, signal.SIGTERM)
     if not _wait_for_end(pid, members, grace):
-        members = [*members, *members_of(members)]  # with what they started meanwhile
+        members = [*members, *members_of(members)]  # and the processes that they started meanwhile
         _signal_all(members, signal.SIGKILL)
         _wait_for_end(pid, members, KILL_SECONDS)
 

@@ -1,7 +1,7 @@
 """Removes identifying details from a text or JSON value: tokens, paths, host names, addresses.
 
 Text that is the same on every machine stays, so that a log remains readable. Secrets are replaced before places. Every
-repetition that is tried at each position is bounded, possessive, or starts at the start of a word, because a log may
+repetition that is tried at each position is bounded, possessive, or begins at the start of a word, because a log may
 have a megabyte without a space.
 """
 
@@ -27,8 +27,8 @@ PUBLIC = (
     r"|(?:docs\.)?vllm\.ai|(?:docs\.)?docker\.(?:com|io)|(?:(?:docs|developer)\.)?nvidia\.com|(?:download\.)?pytorch\.org"
     r"|python\.org|nanobind\.readthedocs\.io|ubuntu\.com|openaipublic\.blob\.core\.windows\.net|openai\.com|example\.com)"
 )
-# Endings of names whose value is a secret. Where a short word could end a longer one (compass=), no letter may
-# stand before it.
+# Endings of names whose value is a secret. No letter may precede an ending that can also end a harmless word, such
+# as compass.
 KEYWORD = (
     r"(?:token|secret|passw(?:or)?d|passwd|passphrase|passcode|credentials?|signature|cookie|authorization"
     r"|(?:api|access|account|auth|client|encryption|master|private|secret|session|signing|ssh)[_.-]?keys?"
@@ -170,7 +170,7 @@ def _path(match: re.Match[str]) -> str:
     if inside := re.fullmatch(r".*?/((?:site|dist)-packages/.*)", path):
         return f"<path>/{inside[1]}"
     parts = [part for part in path.split("/") if part]
-    return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"  # models are named by it
+    return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"  # the last part names a model
 
 
 def _address(match: re.Match[str]) -> str:

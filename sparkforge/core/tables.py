@@ -28,7 +28,7 @@ class Figure(Record):
 
     @property
     def origin(self) -> str:
-        """The source in few words: the user, this machine, us, or the table, which has the source."""
+        """The kind of source: the user, this machine, our own bound, or the table, which names the source."""
         return next((word for word in (TOLD, MEASURED, BOUND) if self.source.startswith(word)), TABLE)
 
 
@@ -62,7 +62,7 @@ def parse_record(data: Any, origin: str, shape: type[Table]) -> Table:
 def parse_object(data: bytes | str, origin: str, shape: type[BaseModel]) -> dict[str, Any]:
     """Return the JSON object in `data`, after a check of the keys in `shape`. Raises DocumentError.
 
-    `shape` has only the keys that we use of a document from others; `origin` names the document in errors.
+    `shape` has only the keys that we read of a foreign document; `origin` names the document in errors.
     """
     value = parse_json(data, origin)
     if not isinstance(value, dict):
