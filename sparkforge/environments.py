@@ -1,6 +1,6 @@
 """Python environments under the checkout's state, made from locks, pinned and patched wheels: whole, or not at all.
 
-pins.toml says what goes into each. A package that has a patch queue is installed from its patched wheel. An environment
+pins.toml lists their contents. A package that has a patch queue is installed from its patched wheel. An environment
 is a stage of `sparkforge.core.manifest`: made beside the older one and moved into place when it is whole, which uv's
 relocatable environments allow.
 """
@@ -28,13 +28,13 @@ STAGE = "environment"
 PYTHON = Path("bin/python")  # in an environment
 PACKAGES = Path(f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages")
 LIBRARY = paths.ROOT / "spark_mxfp4"  # the sources of the distribution spark-mxfp4
-# What is not in the library's wheel.
+# Paths that the library's wheel does not contain.
 NOT_SOURCES = ("tests", "docs", "bench", "build", "compiled", "__pycache__", "*.egg-info", ".*")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python environment; pins.toml says by its name what goes into it."""
+    """A Python environment; pins.toml lists its contents under its name."""
 
     name: str
 
@@ -99,7 +99,7 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
         lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else wheel
         wheels[name.rpartition("/")[2]] = lock.sha256
     project = {}
-    if pin.project:  # packages and entry points reach an environment, the linters' settings do not
+    if pin.project:  # packages and entry points are installed, the linters' settings are not
         table = read_toml(paths.ROOT / "pyproject.toml")
         installed = json.dumps([table["project"], table["tool"]["setuptools"]], sort_keys=True)
         project = {"project": hashlib.sha256(installed.encode()).hexdigest(), "root": str(paths.ROOT)}

@@ -95,7 +95,7 @@ class Folder:
         return [entry.annotations[TAG] for entry in manifests if TAG in entry.annotations]
 
     def read(self, tag: str) -> list[Attached]:
-        """Return what has a tag."""
+        """Return the attachments under a tag. Raises IntegrityError."""
         if not (self.path / "index.json").exists():
             return []
         layout, most = oci.Layout(self.path), _largest(tag)
@@ -106,7 +106,7 @@ class Folder:
         return []
 
     def write(self, tag: str, attached: Sequence[Attached]) -> None:
-        """Replace what has a tag: blobs first, then the index that names them."""
+        """Replace the attachments under a tag: blobs first, then the index that names them."""
         configuration, manifest = _image(attached)
         for data in (configuration, manifest, *(entry.data for entry in attached)):
             write_atomic(self.path / "blobs/sha256" / hashlib.sha256(data).hexdigest(), data)
@@ -142,7 +142,7 @@ class Repository:
         return self.name
 
     def read(self, tag: str) -> list[Attached]:
-        """Return what has a tag."""
+        """Return the attachments under a tag. Raises IntegrityError, EngineError."""
         answer = self._ask("GET", f"manifests/{tag}", headers={"Accept": MANIFEST}, missing=True)
         layers = oci.document(answer.content, f"{self.name}:{tag[:80]}").layers if answer else []
         return [Attached(self._blob(layer, _largest(tag)), layer.media_type, layer.annotations) for layer in layers]
@@ -163,7 +163,7 @@ class Repository:
         return oci.require_digest(data, descriptor, f"{self.name}: {descriptor.digest[:19]}")
 
     def write(self, tag: str, attached: Sequence[Attached]) -> None:
-        """Replace what has a tag: blobs first, then the manifest that names them."""
+        """Replace the attachments under a tag: blobs first, then the manifest that names them."""
         configuration, manifest = _image(attached)
         for data in (configuration, *(entry.data for entry in attached)):
             started = self._ask("POST", "blobs/uploads/")

@@ -18,7 +18,7 @@ from sparkforge.core.tables import parse_object
 PROJECT, SERVICE = "sparkforge", "vllm"
 FILE = "docker-compose.yml"  # its service extends the one of deploy/stacks.yml that STACK names
 STACK = "SPARKFORGE_STACK"
-CLUSTER = "docker-compose.cluster.yml"  # after the others: one node's part of a model over several machines
+CLUSTER = "docker-compose.cluster.yml"  # after the other files: one node of a model over several machines
 CLUSTER_CPU = "docker-compose.cluster.cpu.yml"  # after CLUSTER: a node without RDMA and GPU
 OVERRIDE = "docker-compose.override.yml"  # Compose reads it by default only if no file is named
 CACHE = "cache"  # the Compose volume with compiled code
@@ -85,7 +85,7 @@ def _named(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(stack: str) -> dict[str, str]:
-    """Return the variable that selects a stack in the Compose files; their fallbacks are `.env` and a default."""
+    """Return the variable that selects a stack in the Compose files; without it Compose uses `.env` or a default."""
     return {STACK: stack} if stack else {}
 
 

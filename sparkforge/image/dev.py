@@ -37,10 +37,10 @@ SOURCES = Path("/src")
 TREE = Path("/opt/venv")
 NATIVE = "*.so"
 GENERATED = ("__pycache__", ".git")  # never linked
-# Read by programs that schedule compilers without our knowledge of units: vLLM's setup.py, torch, FlashInfer; CMake.
+# Limits of jobs for programs that do not know a unit's memory: vLLM's setup.py, torch and FlashInfer; CMake.
 JOBS = ("MAX_JOBS", "CMAKE_BUILD_PARALLEL_LEVEL")
 COMPOSE = "docker compose -f docker-compose.dev.yml"
-CHANGED = "changed"  # of `--units`
+CHANGED = "changed"  # the value of `--units` for edited sources
 HUNGRY = "vllm/any.cu.o"  # a unit without a measured peak
 UNITS = (".cu", ".cpp")  # sources that are units; a header is part of the units that include it
 
@@ -50,7 +50,7 @@ class Checkout:
     """A repository that may be mounted: its package, the package's place, its sources and the command to compile it.
 
     `roots` are folders of the repository that may hold the package. `sources` are the sources of the native modules.
-    `links` are folders that the installed package has copies of, as path below the root → path in the repository.
+    `links` are folders of which the installed package has copies: path below the root → path in the repository.
     `products` are patterns of files that a build makes and the repository's .gitignore does not name.
     """
 
@@ -222,7 +222,7 @@ def _record(checkout: Checkout) -> Path:
 
 
 def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
-    """Return the patches of `stack` that the checkout lacks, for which a file has a hunk's old text and not the new."""
+    """Return the patches of `stack` that the checkout lacks: a file has a hunk's old text and not its new text."""
     queues = [queue for _, queue in series.queues(pins.load(), stack) if queue.upstream == checkout.name]
     patches = [patch for queue in queues for patch in queue.for_tree(sources / checkout.name).patches]
     files = read_files(sources / checkout.name, {change.path for patch in patches for change in patch.changes})

@@ -5,7 +5,7 @@ import os
 from sparkforge import pins
 from sparkforge.core.errors import UsageError
 
-# What serves: vLLM's CPU build or its CUDA build in an environment, or a container with or without a GPU.
+# The devices: vLLM's CPU build or its CUDA build in an environment, or a container with or without a GPU.
 AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU = "auto", "embedded", "gpu", "docker", "docker-cpu"
 CONTAINERS = (DOCKER, DOCKER_CPU)
 FLEET = "fleet"  # only in a record: several models, each on its own device

@@ -18,7 +18,7 @@ from sparkforge.core.errors import EngineError, IntegrityError, SparkforgeError
 
 SECONDS = 20  # timeout of an engine's answer; starting a container takes seconds at most
 UNPACK_SECONDS = 1800  # the same for an image's first container, for which the engine may unpack the image
-FIRST_CLOSED = 28  # since this Docker, only this machine reaches ports published on 127.0.0.1
+FIRST_CLOSED = 28  # the first Docker that opens ports published on 127.0.0.1 only to this machine
 NVIDIA = "nvidia"
 CDI_KIND = "nvidia.com/gpu"
 HOOK = "nvidia-container-runtime-hook"  # with it on its PATH, dockerd takes GPU reservations without a runtime entry

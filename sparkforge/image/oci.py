@@ -26,7 +26,7 @@ from sparkforge.image.devices import OCI_MACHINES
 LARGEST_DOCUMENT = 4 << 20  # bytes of an index, a manifest or a configuration: registries' limit (OCI distribution)
 LARGEST_FILE = 64 << 20  # bytes of a file that is read out of a layer
 MOST_LAYERS, MOST_MANIFESTS, MOST_ENTRIES = 128, 64, 1_000_000
-EXPANSION, EXPANDED = 100, 1 << 30  # unpacked limit: EXPANDED bytes, or EXPANSION times the packed size if more
+EXPANSION, EXPANDED = 100, 1 << 30  # unpacked limit: the larger of EXPANDED bytes and EXPANSION times the packed size
 UNKNOWN = "unknown"  # the platform of buildx's additions to an image, such as its attestations
 TAG = "org.opencontainers.image.ref.name"
 NAME = "io.containerd.image.name"

@@ -72,7 +72,7 @@ class Archive:
         return [Attached(read_bytes(self.path), TAR), *trust.signatures(self.path)]
 
     def write(self, _tag: str, attached: Sequence[Attached]) -> None:
-        """Write it, with its signature."""
+        """Write the pack and its signature."""
         for path, entry in zip((self.path, signing.signature_path(self.path)), attached, strict=False):
             write_atomic(path, entry.data)
 

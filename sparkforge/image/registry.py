@@ -45,7 +45,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
         known = _digest(image, repository)
         try:
             present, denied = str(client.images.get_registry_data(reference).id), False
-        except APIError as error:  # registries also deny access to a missing image; the push tells the difference
+        except APIError as error:  # registries also deny access to a missing image; then the push succeeds
             if error.status_code not in {404, *DENIED}:
                 raise
             present, denied = "", error.status_code in DENIED

@@ -207,7 +207,7 @@ def cut_pattern(cuts: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
 def finish(tree: Tree, jobs: int) -> None:
     """Trim the tree, add licence texts, and make it the same in every build.
 
-    That excludes volatile files and times, and fixes the order of bytecode. Raises IntegrityError for a path of the
+    Volatile files are removed, and the bytecode is compiled without times. Raises IntegrityError for a path of the
     trimming table that matches nothing, or a wrong licence text.
     """
     for name, size in trim(tree.packages, cuts(tree.device)).items():
@@ -230,9 +230,9 @@ def finish(tree: Tree, jobs: int) -> None:
 def compile_bytecode(tree: Tree, jobs: int) -> None:
     """Compile each package in a separate process, because a .pyc depends on earlier compilations in its process.
 
-    The image's root is read-only, so it cannot write bytecode, without which each process of vLLM starts 6 s later.
-    The bytecode has unchecked hashes, because all times in the image are equal (PEP 552). The imports of a .pth file
-    when a process starts must not write bytecode with times.
+    The image's root is read-only, so vLLM cannot write bytecode; without it each of its processes starts 6 s later. The
+    bytecode has unchecked hashes, because all times in the image are equal (PEP 552). A .pth file's imports at the
+    start of a process must not write bytecode with times.
     """
     env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 

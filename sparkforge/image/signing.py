@@ -1,4 +1,4 @@
-"""Signatures by Ed25519: DSSE envelopes around in-toto statements, and cosign's payload for an image's digest.
+"""Ed25519 signatures: DSSE (Dead Simple Signing Envelope) around in-toto statements, and cosign's for images' digests.
 
 It uses `cryptography` directly: securesystemslib depends on it too, and would replace only one line, in `encoded`.
 """

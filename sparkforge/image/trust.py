@@ -109,7 +109,7 @@ class Simple(BaseModel):
 
 
 class Marks(RootModel[dict[str, AwareDatetime]]):
-    """The record of accepted images: stack → when its last one was built."""
+    """The record of accepted images: stack → build time of its last image."""
 
 
 @dataclass
@@ -184,7 +184,7 @@ def signatures(file: Path) -> list[Attached]:
 
 
 def require_file(file: Path) -> str:
-    """Return the sha256 of a signed bundle and say by whom; empty if none is demanded. Raises as `require_signed`."""
+    """Print a bundle's signer and return its sha256; empty if nothing is demanded. Raises as `require_signed`."""
     attached = signatures(file)
     if not is_demanding():
         say(f"{file.name} {'has a signature, but no trust.toml names a trusted key' if attached else 'is unsigned'}")
@@ -209,7 +209,7 @@ def require_buildable(stack: str) -> None:
 
 
 def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
-    """Return who signed a bundle or a kernel pack, by its sha256; empty if nothing is demanded.
+    """Return the signer of a bundle or kernel pack with this sha256; empty if nothing is demanded.
 
     Raises IntegrityError if images have demands and no key of trust.toml signed the file.
     """
@@ -297,7 +297,7 @@ def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, kno
 
 def _take_statement(evidence: Evidence, entry: Attached, trust: Trust, known: set[str], image: Any, stack: str) -> None:
     signer, statement = _signed_statement(entry, trust, known)
-    is_forges = signer in trust.identities  # a forge's provenance names the workflow, and none of our pins
+    is_forges = signer in trust.identities  # a code host's provenance names its workflow and none of our pins
     if is_forges:
         evidence.signed.setdefault(SIGNATURE, signer)
     if statement.kind == CYCLONEDX and SBOM in trust.images.demand:

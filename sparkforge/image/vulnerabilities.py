@@ -1,6 +1,7 @@
-"""Known vulnerabilities of a bill's components, from an OSV database on this machine.
+"""Known vulnerabilities of a bill's components, from an OSV (Open Source Vulnerabilities) database on this machine.
 
-Harmless findings are in vex.toml with their reasons; a new image's bill contains the reasons too (CycloneDX's VEX).
+Harmless findings are in vex.toml with their reasons; a new image's bill contains the reasons too (as CycloneDX's
+VEX, Vulnerability Exploitability eXchange).
 """
 
 import re
@@ -160,7 +161,7 @@ def _is_affected(affected: Affected, version: str) -> bool:
             marks = sorted((order(mark), kind) for event in interval.events for kind, mark in event.items())
             ours = order(version)
         except InvalidVersion:
-            continue  # its versions are listed too
+            continue  # `versions` lists such versions too
         for mark, kind in marks if interval.type == "ECOSYSTEM" else ():
             if kind == "introduced" and ours >= mark:
                 vulnerable = True

@@ -51,7 +51,7 @@ def base_vocabulary() -> tuple[bytes, ...]:
 
 def special_tokens() -> dict[str, int]:
     """Return Harmony's special and reserved tokens with their ids, 199,998 to 201,087, in the order of ids."""
-    # oss-harmony has one id more than the model has rows; a look-up by id leaves it out.
+    # oss-harmony has one id more than the model has rows; the range of ids leaves it out.
     return {_token_bytes(i).decode(): i for i in range(BASE_TOKENS, VOCAB_SIZE)}
 
 

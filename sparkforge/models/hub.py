@@ -37,7 +37,7 @@ from sparkforge.plan import architecture
 from validate.facts import checkpoint
 from validate.facts.target import Options, Target
 
-PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
+PARTIAL = ".sparkforge-partial"  # a fetch's temporary folder: `.NAME` and this beside a new target, or inside the old
 # The files of a checkpoint that vLLM 0.32.0 reads; gpt-oss's repositories have the weights in original/ and metal/ too.
 MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -62,7 +62,7 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
         files = choose(source)
         different = [file for file in files if not _has(target / file.name, file)]
         note = None
-        with suppress(InputError):  # then the folder is not ours
+        with suppress(InputError):  # without a readable note the folder is not ours
             note = Note.read(target)
         if different and not replace:
             _require_ours(target, note, source)

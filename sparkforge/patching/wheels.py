@@ -3,9 +3,9 @@
 `patched` makes the file once, from upstream's file in the cache, and checks it against `locks/patched.toml`. Installed
 files are never edited: environments and images install the package only from this file.
 
-The bytes are the same on every machine, although the output of zlib depends on its build, and the headers of `zipfile`
-on the release of Python. So this module writes the headers. A wheel's unchanged members are copied still packed, and
-new members are stored unpacked; a .tar.gz consists of deflate's stored blocks (RFC 1951, 3.2.4).
+The bytes must be the same on every machine, but zlib's output depends on its build, and the headers of `zipfile` on the
+release of Python. So this module writes the headers and compresses nothing: unchanged members of a wheel are copied
+packed, new members are stored unpacked, and a .tar.gz consists of deflate's stored blocks (RFC 1951, 3.2.4).
 """
 
 import base64

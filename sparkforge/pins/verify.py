@@ -20,7 +20,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Record, load, parse_record
 from sparkforge.pins.table import Pins, Sha256, Text
 
-PATH = ROOT / "locks" / "patched.toml"  # not locks.LOCKS: the validator reads it where `pins.locks` is not installed
+PATH = ROOT / "locks" / "patched.toml"  # not locks.LOCKS: the validator runs without `pins.locks`
 LOCAL = "sparkforge"  # in the version of every patched wheel: 0.32.0+sparkforge.1
 ORIGIN = "patches/upstream.json"  # in its dist-info folder, beside the patches
 # FlashInfer loads modules that were compiled ahead of time from here (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).

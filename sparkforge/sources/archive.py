@@ -31,7 +31,7 @@ MAX_TAIL = 1 << 20  # bytes of zeros after a tar's end; GNU tar pads to 10 KiB b
 LARGEST = 64 << 20  # bytes of one file in `read_files`; the largest that our patches touch has 0.2 MB
 DEEPEST = 64  # nested folders
 BLOCK = 512  # POSIX.1-2017, pax: a tar archive's unit; two of zeros end it
-# Exceptions of the standard library for damaged archives; its OSError for an impossible offset is BadZipFile here.
+# Exceptions of the standard library for damaged archives; an OSError for an impossible offset becomes BadZipFile.
 MALFORMED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, struct.error, EOFError, ValueError,
              RuntimeError, LookupError, OverflowError)  # fmt: skip
 
@@ -246,7 +246,7 @@ def _seeks_are_damage() -> Iterator[None]:
 
 
 def write_member(member: Member, path: Path, limit: int) -> tuple[str, int]:
-    """Write a file of at most `limit` + 1 bytes; return its hex sha256 and size."""
+    """Write a file, or its first `limit` + 1 bytes; return the hex sha256 and the number of the written bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with member.open() as source, path.open("xb") as file:

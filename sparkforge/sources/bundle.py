@@ -89,7 +89,7 @@ def make(
 ) -> tuple[Manifest, bool]:
     """Write the bundle to `output` unless it is current; return its manifest and whether it was made now.
 
-    `locks` are empty for those of `basic_locks`. The bundle has upstream's wheels, the patches and their lock, from
+    Empty `locks` mean those of `basic_locks`. The bundle has upstream's wheels, the patches and their lock, from
     which the other machine makes the patched wheels. Repositories that have not been fetched (`./inv build --only
     sources`) are listed as absent. Raises UsageError if another file is in the way, and the errors of `fetch` and
     `wheels`.
@@ -212,7 +212,7 @@ def gather(
             absent.append(member)
         else:
             entries.append(member)
-    if _embedded(table).exists():  # it has oss-harmony, which writes its vocabulary and checks the hash
+    if _embedded(table).exists():  # it has oss-harmony, from which the vocabulary is written
         run([_embedded(table), "-c", WRITE_VOCABULARY, scratch], cwd=paths.ROOT)
         entries.append(BundleMember.of("vocabulary/o200k_base.tiktoken", scratch / "o200k_base.tiktoken"))
     else:

@@ -26,7 +26,7 @@ from sparkforge.pins.index import attempts, client, locate, pip_config, reason
 from sparkforge.sources import offline
 
 LARGEST = 4 << 30  # bytes of a file whose size neither pin nor index has; the largest pinned file has 0.45 GB
-SLOWEST = 20_000  # bytes a second; a transfer may take its time at this speed plus START_SECONDS
+SLOWEST = 20_000  # bytes a second; a transfer may take START_SECONDS plus its size at this speed
 START_SECONDS = 600.0
 
 
@@ -99,7 +99,7 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None, ind
                 url, listed = f"{index}/{quote(filename)}", None
             try:
                 attempts()(download, url, target, sha256, http, size or listed)
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # of a URL
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # the last three: a bad URL
                 why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
                 fix = "again   # first check the network, or set PIP_FIND_LINKS to a folder that has it"
                 failure, why = f"cannot fetch {filename}", f"the transfer failed: {why}"

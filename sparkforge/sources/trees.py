@@ -26,7 +26,7 @@ UNPACKER = "1"  # increase it when archive.py unpacks the same archive different
 DIGITS = 12
 ARCHIVE = ".tar.gz"
 UNKNOWN = "unknown"
-# Added to the settings of sparkforge.core.git. Our builds read no file that LFS stores.
+# Added to the settings of sparkforge.core.git. Our builds read no file that Git LFS stores.
 SETTINGS = ("core.hooksPath=/dev/null", "core.symlinks=true", "advice.detachedHead=false", "init.defaultBranch=main",
             "filter.lfs.smudge=", "filter.lfs.required=false",
             "http.lowSpeedLimit=1000", "http.lowSpeedTime=60")  # fmt: skip

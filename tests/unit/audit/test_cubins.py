@@ -86,7 +86,7 @@ def test_damaged_cubins_are_reported(read, broken):
 
 
 def test_other_compressions_are_left_to_cuobjdump(read):
-    """Such as LZ4. cuobjdump is missing here, and the damage says so."""
+    """The cubin is packed by LZ4. cuobjdump is missing here, and the damage says so."""
     code = read(fatbin(entry(cubin()), entry(b"\xf0\x1flz4 would be here", len(cubin()))))
     assert "none" in code.damage
 

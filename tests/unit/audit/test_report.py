@@ -143,7 +143,7 @@ def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, 
     details, _ = patched_rules(copy)
     assert [detail.partition(", and ")[2] for detail in details] == [f"{entry.sha256} is locked"]
     for path, is_locked in ((patched_wheel.path, True), (copy, False)):
-        with pytest.raises(AuditError):  # its library is none
+        with pytest.raises(AuditError):  # its library is not an ELF file
             run_audit([path], tools=lambda: NONE)
         assert (f"✓ {path}: {entry.file} of locks/patched.toml" in capsys.readouterr().err) is is_locked
     unknown = tmp_path / entry.file.replace("+sparkforge.", "+sparkforge.9")

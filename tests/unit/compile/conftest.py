@@ -65,7 +65,7 @@ def make_module(base, name, header, version=VERSION):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Three modules, compiled once: their base folder, which ninja's files name, its copy, and the modules' folder."""
+    """Compile three modules once; return their base folder, named in ninja's files, its copy, the modules' folders."""
     base = tmp_path_factory.mktemp("compiled") / "base"
     base.mkdir()
     folders = {name: make_module(base, name, header) for name, header in

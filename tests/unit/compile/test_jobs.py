@@ -54,8 +54,8 @@ def test_never_over_budget_every_unit_once_hungriest_first(peaks_, spare, cores,
             order.append(unit)
             assert sum(scheduled.costs[name].peak for name in running) <= scheduled.budget
             assert len(running) <= cores
-        assert running  # something runs until all units have run
-        if queue.units:  # a unit that overtook never delays a larger one, which fits once the larger running units end
+        assert running  # until all units have run, at least one runs
+        if queue.units:  # smaller units never delay a larger one, which fits once the larger running units end
             first = scheduled.costs[queue.units[0]].peak
             smaller = [scheduled.costs[name].peak for name in running if scheduled.costs[name].peak < first]
             assert sum(smaller) + first <= scheduled.budget

@@ -84,7 +84,7 @@ def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatc
     assert int(chain.versions["c++"].split(".")[0]) >= toolchain.MINIMUM_CXX
     env = chain.environment()
     assert env["PATH"].split(os.pathsep)[:2] == [str(home / "bin"), str(machine)]
-    assert (env["NVCC_PREPEND_FLAGS"], env["NVCC_APPEND_FLAGS"]) == ("", "--objdir-as-tempdir")  # not a user's
+    assert (env["NVCC_PREPEND_FLAGS"], env["NVCC_APPEND_FLAGS"]) == ("", "--objdir-as-tempdir")  # not the user's flags
     assert env["NVCC_CCBIN"] == env["CXX"] == env["CUDAHOSTCXX"] == str(machine / "c++")
     assert env["FLASHINFER_NVCC_LAUNCHER"] == env["CMAKE_CUDA_COMPILER_LAUNCHER"] == str(machine / "ccache")
 
@@ -237,7 +237,7 @@ def test_for_another_machine_its_libraries_get_programs_that_run_here(installing
     assert header.read_text() == f"of the wheel for {OTHER}"
     assert (chain.machine, chain.cxx, chain.origin) == (OTHER, cross_compiler, "locked wheels")
     assert toolchain.install()[0] != folder
-    assert chain.environment()["CCACHE_NAMESPACE"] == OTHER, "ccache takes two host compilers of one nvcc for the same"
+    assert chain.environment()["CCACHE_NAMESPACE"] == OTHER, "ccache cannot tell two host compilers of one nvcc apart"
     monkeypatch.setenv("CUDA_HOME", str(toolchain.install()[0] / toolchain.HOME))
     with refused("compile.toolchain", f"its libraries are not {OTHER}'s"):
         toolchain.find(machine=OTHER)

@@ -115,7 +115,7 @@ def test_a_chat_ends_although_the_server_does_not():
 
 
 def test_a_stream_that_sends_nothing_more_ends_in_its_time():
-    """Before patch 0014, the stream of a response that failed in the background was like this."""
+    """Without patch 0014, vLLM's stream of a response that failed in the background is like this."""
     test_ends = threading.Event()
 
     def events():

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP to real verbs: all programs that they started end, and the exit code gives the signal."""
+"""SIGTERM and SIGHUP to real commands: all programs that they started end, and the exit code gives the signal."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def shown(_ctx):
 
 @task()
 def stays(_ctx):
-    """Take what Ctrl-C raises, as a verb that shows a log does."""
+    """Catch the exception of Ctrl-C, as a command that shows a log does."""
     try:
         Path("pids").write_text("")
         time.sleep(600)

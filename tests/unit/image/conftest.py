@@ -35,6 +35,6 @@ def holding(fake_engine):
             r"GET /containers/abc/archive": lambda query: (200, archives[query["path"]], headers),
             r"DELETE /containers/abc": lambda query: (204, b""),
         }
-        fake_engine.routes = {**routes, **fake_engine.routes, **routes}  # in front of the general ones
+        fake_engine.routes = {**routes, **fake_engine.routes, **routes}  # before the general routes
 
     return holding

@@ -125,7 +125,7 @@ def test_no_service_has_a_privilege_is_reachable_from_elsewhere_or_writes_models
         assert document["secrets"][source]["file"] == os.devnull  # a fresh clone needs no secret
     for volume in service.get("volumes", []):
         assert not isinstance(volume, dict) or volume["target"] != "/models" or volume["read_only"] is True
-    assert service.get("profiles") or name in {"vllm", "dev"}  # which alone start by themselves
+    assert service.get("profiles") or name in {"vllm", "dev"}  # only these start without a profile
 
 
 def test_the_server_on_a_spark():

@@ -162,7 +162,7 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, asked, capsys
     assert (request.checkout, request.jobs, request.stack) == (str(sources / "vllm"), "3", "spark")
     assert request.python == str(tree / "bin/python")
     assert (sources / "vllm/vllm/_C.abi3.so").read_bytes() == b"new code"
-    assert (packages / "vllm/_C.abi3.so").read_bytes() == b"code", "the installed one is not written through the link"
+    assert (packages / "vllm/_C.abi3.so").read_bytes() == b"code", "the installed file is not written through the link"
     assert dev.changed(VLLM, sources) == []
     assert f"{sources}/vllm/vllm/_C.abi3.so: compiled here" in capsys.readouterr().err
 

@@ -82,7 +82,7 @@ def test_machines_that_rebuilt_an_image_are_one_line(make, demand, capsys):
     assert "rebuilt bit for bit by lab, office\n" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("demand")  # which was not called: there is no trust.toml
+@pytest.mark.usefixtures("demand")  # the fixture's function is not called, so there is no trust.toml
 def test_without_a_policy_nothing_is_required_and_own_builds_are_reported_as_unsigned(make, capsys):
     commands.image_verify.body(None, image=str(make(key=None)), stack=STACK)
     assert "is your own unsigned build" in capsys.readouterr().err
@@ -303,6 +303,6 @@ def test_what_was_verified_in_a_registry_is_kept_for_the_next_start(demand, atta
     assert trust.require(image, STACK, "r/a").signed == {"signature": "lab"}
     shutil.rmtree(attachments)
     assert trust.require(image, STACK).signed == {"signature": "lab"}
-    image.attrs["RepoDigests"] = []  # the engine forgot where it came from
+    image.attrs["RepoDigests"] = []  # the engine no longer knows the image's repository
     with refused("integrity.signature", "for another image"):
         trust.require(image, STACK)

@@ -47,7 +47,7 @@ def encoding():
 
 
 def test_the_weights_are_the_recipes(model):
-    # Changes on purpose only: raise RECIPE together with these.
+    # Change these hashes only on purpose, and increase RECIPE.
     files = manifest.load(model).outputs
     assert tiny_random.RECIPE == 1
     assert {name: sha256[:16] for name, sha256 in files.items() if name.endswith(".safetensors")} == {

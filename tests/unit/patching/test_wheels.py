@@ -139,7 +139,7 @@ def test_it_lists_every_member_by_hash_and_what_it_was_made_from(world, tmp_path
 
 def test_without_a_network_it_is_made_of_upstreams_wheel_in_a_bundle(world, tmp_path, monkeypatch):
     for name in (offline.VARIABLE, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
-        monkeypatch.setenv(name, "")  # restores them: `offline.use` sets them for good
+        monkeypatch.setenv(name, "")  # so that pytest restores them: `offline.use` sets them permanently
     world.lock()
     path = f"files/{sha256_file(world.wheel)}/{NAME}"
     bundle.write(tmp_path / "b.tar", [bundle.BundleMember.of(path, world.wheel)], [], {})

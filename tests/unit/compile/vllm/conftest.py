@@ -19,7 +19,7 @@ cmake_minimum_required(VERSION 3.20)
 project(vllm_extensions LANGUAGES CXX)
 message(STATUS "CUDA supported target architectures: 12.0")
 if(NOT EXISTS "$ENV{FLASH_KDA_SRC_DIR}/csrc/flash_kda.cpp" OR NOT EXISTS "$ENV{TRITON_KERNELS_SRC_DIR}")
-  message(FATAL_ERROR "what is left out is not stood in for")
+  message(FATAL_ERROR "a repository that is left out has no stub")
 endif()
 file(WRITE csrc/generated.h "#define ANSWER 42\\n")  # as vLLM's generators do
 foreach(name spinloop fs_io_C)

@@ -113,7 +113,7 @@ jobs.run([unit], jobs.make_schedule(["u"], memory.Machine(1 << 40, 2)), site)
     builder.wait()
     assert started_at(builder.pid) is None
     build = vllm_build.build(extension_order)
-    assert (tmp_path / "late").exists(), "it went on while the orphan still worked, or took its depfile away"
+    assert (tmp_path / "late").exists(), "the build did not wait for the orphan, or removed its depfile"
     assert build.units == 2
     assert answer(extension_order.output, "fs_io_C") == 42
 
