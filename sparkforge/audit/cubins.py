@@ -132,7 +132,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Watch:
-    """A reader's selection: cubins that load on `capability`, and patterns of mnemonics and kernel names to count."""
+    """A reader's selection: cubins that load on `capability`, and patterns of the kernels' mnemonics and names."""
 
     capability: str
     mnemonics: str

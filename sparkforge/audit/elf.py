@@ -203,7 +203,7 @@ def code(data: bytes) -> Code:
     """Return the cubin in `data`. Raises CutError if a part lies outside it, or one of MALFORMED."""
     view = memoryview(data)
     if view[: len(ELF)] != ELF:
-        raise CutError("a cubin in it is no ELF file")
+        raise CutError("a cubin in it is not an ELF file")
     _, segments, table, flags, _, segment, count, width, number, names = ELF_HEADER.unpack_from(view, 24)
     if (end := max(table + width * number, segments + segment * count)) > len(view):
         raise CutError(f"its tables end at byte {end} and the file at {len(view)}")

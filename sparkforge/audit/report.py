@@ -207,7 +207,7 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
         for member in members:
             if member.file_size > min(LARGEST_MEMBER, max(EXPANDED, EXPANSION * member.compress_size)):
                 sizes = f"its {member.compress_size} bytes become {member.file_size}"
-                raise ValueError(f"{member.filename} says that {sizes}")
+                raise ValueError(f"{member.filename} expands too far: {sizes}")
         if (together := sum(member.file_size for member in members)) > LARGEST_WHEEL:
             raise ValueError(f"its members have {together} bytes once they are unpacked")
         record = next((member for member in members if member.filename.endswith(".dist-info/RECORD")), None)

@@ -22,7 +22,7 @@ def _compiled(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no pattern: {error}") from None
+        raise ValueError(f"{pattern!r} is not a pattern: {error}") from None
     return pattern
 
 

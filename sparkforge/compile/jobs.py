@@ -297,7 +297,7 @@ def parse_limit(text: str) -> int | None:
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 6) or int(text) < 1:
-        raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "without --jobs")
+        raise UsageError(f"--jobs {text!r} is not a number", "it takes auto or 1, 2, …", "without --jobs")
     return int(text)
 
 

@@ -39,7 +39,7 @@ RECORD = ".sparkforge-overlay.vllm.json"
 SCHEMA = 1
 STAGE = "vllm-wheel"
 TARGET = TargetMachine("aarch64")  # the server's machine, which may not be this one
-UNPACKED = 3  # upstream's aarch64 wheel: 321 MB packed, 0.78 GB unpacked
+UNPACKED = 3  # a wheel's unpacked size in packed sizes; upstream's for aarch64: 0.78 GB and 0.32 GB
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def install_overlay(overlay: Path, tree: str) -> None:
     packages, record = Path(tree), manifest.load(overlay)
     if record is None or record.stage != "vllm" or not manifest.is_intact(record, overlay):
         why = "it has no manifest of a build from source beside it, or a library was changed"
-        raise _error(f"{overlay} is no overlay", why, "./inv build --from source   # makes one")
+        raise _error(f"{overlay} is not an overlay", why, "./inv build --from source   # makes one")
     version = str(record.facts["vllm"])
     installed = [path.name.removesuffix(".dist-info").split("-")[1] for path in packages.glob("vllm-*.dist-info")]
     absent = [name for name in record.outputs if not (packages / name).is_file()]

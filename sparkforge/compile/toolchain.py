@@ -162,7 +162,7 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MA
         target = run_unchecked([path, "-dumpmachine"]).stdout.partition("-")[0]
         if version and minimum <= int(version.split(".")[0]) <= maximum and (target == machine or not prefix):
             return Path(path).absolute(), version
-        rejected.append(f"{name} {version or 'is no GCC'}" + (f" for {target}" if prefix else ""))
+        rejected.append(f"{name} {version or 'is not GCC'}" + (f" for {target}" if prefix else ""))
     which = f"GCC {minimum} to {maximum}" + (f" for {machine}" if prefix else "")
     why = f"nvcc takes {which} here, and there is {', '.join(rejected) or chosen or 'none'}"
     package = f"g++-{machine.replace('_', '-')}-linux-gnu" if prefix else f"g++-{min(maximum, max(minimum, 13))}"

@@ -92,7 +92,7 @@ def uv_variables(python: str) -> dict[str, str]:
 
 
 def attempt(command: list[str], variables: Mapping[str, str] | None = None) -> str:
-    """Run one step of the setup; return what it printed if it failed, otherwise an empty text."""
+    """Run one step of the setup; return its output if it failed, otherwise an empty text."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # ./inv set it for us
     environment |= variables or {}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)

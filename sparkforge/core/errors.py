@@ -91,7 +91,7 @@ class ProcessError(SparkforgeError):
 
 
 class CompileError(SparkforgeError):
-    """Kernels or extensions cannot be compiled, or what was compiled is incomplete."""
+    """Kernels or extensions cannot be compiled, or the compiled files are incomplete."""
 
     exit_code, family = 50, "compile"
 

@@ -148,7 +148,7 @@ class Line:
 
     @property
     def is_fault(self) -> bool:
-        """Whether the line says that something broke."""
+        """Whether the line reports a failure."""
         if self.quiet or self.level in {"WARNING", "FOREIGN"} or self.exception.endswith("Warning"):
             return False
         if NOISE.search(self.text):
@@ -214,7 +214,7 @@ class Event:
 
     @property
     def decisive(self) -> Line | None:
-        """The line that says why: the last exception, Xid, NVRM or error line that is not a consequence of another."""
+        """The line with the reason: the last exception, Xid, NVRM or error line that no other line caused."""
         faults = self.faults
         causes = [line for line in faults if not CONSEQUENCE.search(line.text)] or faults
         causes = [line for line in causes if not self.aftermath or line.number < self.aftermath] or causes

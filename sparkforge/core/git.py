@@ -1,7 +1,7 @@
 """The only way in which Sparkforge runs git: independent of the caller's repository and of git configurations.
 
 Hooks, `git rebase --exec` and `git bisect run` set variables that override the folder in which git is started. A filter
-or an attributes file of the user would change what is checked out.
+or an attributes file of the user would change the checked-out files.
 """
 
 import os
@@ -42,7 +42,7 @@ def git(
     result = run_unchecked(["git", *options, *arguments], cwd=folder, env=environment(folder), fix=INSTALL)
     if result.returncode not in ends:
         why = (result.stderr or result.stdout).strip() or f"it ended with code {result.returncode}"
-        fix = "again   # first do what git says"
+        fix = "again   # first follow git's message"
         raise ProcessError(f"git {arguments[0]} failed in {folder}", why, fix, code="process.failed")
     return result
 

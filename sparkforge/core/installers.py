@@ -80,7 +80,7 @@ def pip_files(python: str) -> dict[str, str]:
 def insist(attempt: Callable[[], str], say: Callable[[str], None], name: str) -> Refusal | None:
     """Run pip or uv by `attempt`, again if the index is busy; return the last failure, or None after success.
 
-    `attempt` returns the output of a failure, and an empty text after success. `name` says what is installed.
+    `attempt` returns the output of a failure, and an empty text after success. `name` is for the message.
     """
     for wait in (*RETRY_SECONDS, 0.0):
         output = attempt()

@@ -15,7 +15,7 @@ from pathlib import Path
 from sparkforge.core import paths
 from sparkforge.core.errors import StorageError, on
 
-CARRIED = Path(__file__).parents[1] / "checkout"  # setup.py puts it there; a checkout itself has none
+CARRIED = Path(__file__).parents[1] / "checkout"  # setup.py writes this folder; a checkout has none
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         os.execv(paths.ROOT / "inv", ["./inv", *arguments])  # noqa: S606 - no shell is wanted
     root = paths.user_folder("data")
     try:
-        os.environ["INV_CWD"] = str(Path.cwd())  # relative paths on the command line start there
+        os.environ["INV_CWD"] = str(Path.cwd())  # relative paths on the command line start in that folder
         # Child processes find the complete packages there before the few modules of the wheel.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         lay_out(CARRIED, root)

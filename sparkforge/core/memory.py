@@ -44,7 +44,7 @@ FLAVOURS = (
 
 
 def measure(root: Path = Path("/")) -> Machine:
-    """Return what is available now; `root` is the folder with /proc and the cgroup mounts."""
+    """Return the available bytes and CPUs; `root` is the folder with /proc and the cgroup mounts."""
     available, bound = numbers(root / "proc/meminfo").get("MemAvailable:", 0) * 1024, "MemAvailable"
     for flavour in FLAVOURS:
         for group in groups(root, flavour.file_system, "memory"):

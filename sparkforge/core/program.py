@@ -61,7 +61,7 @@ def exit_code(program: Callable[[], object]) -> int:
     return 0
 
 
-# Exceptions of parsers for malformed files or responses, if the caller did not convert them.
+# Exceptions of parsers for malformed files or responses, which the caller did not convert.
 UNREADABLE = (
     *(UnicodeError, RecursionError, EOFError, json.JSONDecodeError, tomllib.TOMLDecodeError, csv.Error),
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, OverflowError),

@@ -113,7 +113,7 @@ def commit() -> dict[str, str]:
 
 
 def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
-    """Return what an image of this checkout for `machine` (amd64, arm64) must have: queues and lock, name → sha256."""
+    """Return the hashes in an image of this checkout for `machine` (amd64, arm64): queues and lock, name → sha256."""
     lock = pins.load().image(stack).lock(devices.OCI_MACHINES[machine])
     return {
         "patches": {queue.name: queue.sha256 for _, queue in series.queues(pins.load(), stack)},

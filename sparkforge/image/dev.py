@@ -1,4 +1,4 @@
-"""Mounted checkouts in the development image: which are used, what is stale, and the command that compiles it.
+"""Mounted checkouts in the development image: whether they are used, their stale parts, and how to compile these.
 
 `python -m sparkforge.image.dev` runs at every start of that image. A checkout at /src/NAME is imported instead of the
 installed package (by a .pth file). Files that its build would add (native modules, vendored Python, generated files;
@@ -238,7 +238,7 @@ def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
 
 
 def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
-    """Say for each checkout whether it is used, which patches it lacks, and what must be compiled again."""
+    """Print for each checkout whether it is used, its missing patches, and the parts to compile again."""
     present = [checkout for checkout in CHECKOUTS if root_of(checkout, sources)]
     use(present, packages, sources, jobs := max_jobs())
     say(f"own builds (pip install -e, cmake): {' and '.join(JOBS)} are {jobs}, which fits the memory that is free now")
@@ -289,7 +289,7 @@ class BuildOptions:
 
 
 def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, sources: Path = SOURCES) -> None:
-    """Compile a mounted checkout for the stack's architecture, say what was done, and accept its sources.
+    """Compile a mounted checkout for the stack's architecture, print the result, and accept its sources.
 
     Raises UsageError if there is nothing to compile, and the errors of both builds.
     """

@@ -104,7 +104,7 @@ def ready_to_build(stack: str) -> list[str | Path]:
     with engine.connected() as client:
         root = Path(engine.read(client).root)
         images = client.images.list(name=docker_compose.resolve(docker_compose.variables(stack)).image)
-    # The folder of a remote engine, or of one in a virtual machine, is not visible; a second build has a cache.
+    # No check if the engine is remote or in a virtual machine (its folder is not visible), or has a build cache.
     needed = CPU_BYTES if pins.load().image(stack).device == CPU else CUDA_BYTES
     if root.is_dir() and not images and (free := shutil.disk_usage(root).free) < needed:
         why = f"{root} has {free / 1e9:.1f} GB free and a first build takes {needed / 1e9:.0f} GB"

@@ -94,7 +94,7 @@ class Layout:
             self.index = document(self._read("index.json"), f"{path}/index.json")
         except (OSError, tarfile.TarError, DocumentError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise refused(str(path), f"it is no OCI image layout: {why}") from error
+            raise refused(str(path), f"it is not an OCI image layout: {why}") from error
 
     def _open(self, name: str) -> IO[bytes]:
         if self._archive is None:

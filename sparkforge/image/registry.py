@@ -35,7 +35,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
     """
     if not REPOSITORY.fullmatch(repository):
         why = "it takes a registry's host and a repository, without a tag"
-        raise UsageError(f"{repository[:200]!r} is no repository", why, f"./inv image.publish {EXAMPLE}")
+        raise UsageError(f"{repository[:200]!r} is not a repository", why, f"./inv image.publish {EXAMPLE}")
     with engine.connected() as client:
         name = name or docker_compose.resolve(docker_compose.variables(stack)).image
         image = engine.image(client, name, build_command(stack))

@@ -48,7 +48,7 @@ from sparkforge.sources import bundle
 
 SIGNING_KEY = Path("/run/secrets/signing-key")  # a secret of the build; the kernel pack stays unsigned without it
 REPORT, BILL = "audit.json", "sbom.json"  # beside the manifest
-TRIMMING = ROOT / "deploy/trim.toml"  # what each device's image leaves out
+TRIMMING = ROOT / "deploy/trim.toml"  # the paths that each device's image leaves out
 LOCK = ".lock"  # uv's lock file, which uv makes writable by everybody
 # Files that an installation writes with times and paths of the build.
 VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")

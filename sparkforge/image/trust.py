@@ -1,7 +1,8 @@
 """The trust policy of this machine, `trust.toml` in the checkout, and the verification of images against it.
 
-Without that file nothing is required. With it an image needs what the file demands (signature, provenance, bill of
-materials), signed with one of its keys, and must not be older than the last accepted image, except in `./inv rollback`.
+Without that file nothing is required. With the file an image needs the demanded documents (signature, provenance, bill
+of materials), signed with one of the file's keys, and must not be older than the last accepted image, except in
+`./inv rollback`.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ def read_bundle(data: bytes, identities: Mapping[str, Identity], folder: Path) -
         except (OSError, ValueError, Error) as error:
             why = " ".join(str(error).split())[:200]
             fix = f"cosign trusted-root create --out {path}   # or get it from the signer"
-            raise InputError(f"{path} is no trusted root of Sigstore", why, fix, code="input.table") from error
+            raise InputError(f"{path} is not a trusted root of Sigstore", why, fix, code="input.table") from error
         try:
             bundle, issuer = Bundle.from_json(data), signer.issuer
             kind, payload = verifier.verify_dsse(bundle, policy.Identity(identity=signer.identity, issuer=issuer))

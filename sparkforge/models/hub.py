@@ -57,7 +57,7 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
     target = paths.typed(target).absolute().resolve()
     with locked(target.parent / f".{target.name}.lock", f"fetch {target.name}"):
         if target.exists() and not target.is_dir():
-            failure = f"{target} is no folder"
+            failure = f"{target} is not a folder"
             raise UsageError(failure, "a checkpoint is a folder of files", "without --to   # or name another folder")
         files = choose(source)
         different = [file for file in files if not _has(target / file.name, file)]
@@ -137,7 +137,7 @@ def choose(source: CheckpointSource) -> list[RemoteFile]:
     names = {file.name for file in files}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
         why = f"it has {', '.join(sorted(names)) or 'none of the files that vLLM reads'}"
-        failure = f"{source.name} is no safetensors checkpoint"
+        failure = f"{source.name} is not a safetensors checkpoint"
         raise InputError(failure, why, "./inv pull openai/gpt-oss-120b", code="input.model")
     return files
 

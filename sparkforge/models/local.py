@@ -76,7 +76,7 @@ def name_of(folder: Path) -> str:
 def family_of(folder: Path) -> str:
     """Return the family of a checkpoint. Raises InputError for an unknown family or weight format."""
     config = folder / "config.json"
-    fix = "./inv list   # shows what can be served; --model takes a folder with a checkpoint of a known family"
+    fix = "./inv list   # shows the models to serve; --model takes a folder with a checkpoint of a known family"
     require_readable(folder)
     try:
         content = read_json(config, largest=CONFIG_BYTES)

@@ -67,7 +67,7 @@ class Tensor(NamedTuple):
 def config(sizes: Sizes) -> dict[str, Any]:
     """Return config.json: openai/gpt-oss-20b's keys (`tiny_config.json`) with smaller sizes.
 
-    Without a version below 5, transformers takes a local tokenizer for a faulty Mistral one and warns.
+    Its `transformers_version` is below 5: from 5 on, transformers mistakes local tokenizers for Mistral's and warns.
     """
     layer_types = ["sliding_attention", "full_attention"] * (sizes.layers // 2)
     values: dict[str, Any] = read_json(CONFIG)

@@ -155,7 +155,7 @@ def _path(patch: str, name: str, prefix: str) -> str:
     if PurePosixPath(path).is_absolute() or any(part in ("", ".", "..") for part in parts):
         raise refuse(patch, f"names {name}, which points outside the tree or is not in its shortest form")
     if name.startswith('"') or not unharmful(path) or parts[0].startswith(RESERVED):
-        raise refuse(patch, f"names {name}, which is no plain file name or belongs to Sparkforge")
+        raise refuse(patch, f"names {name}, which is not a plain file name or belongs to Sparkforge")
     return path
 
 

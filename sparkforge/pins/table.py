@@ -247,7 +247,7 @@ def load(path: Path = ROOT / "pins.toml") -> Pins:
     except FileNotFoundError:
         raise InputError(f"cannot read {path}", "it is not there", RESTORE, code="input.pins") from None
     except DocumentError as error:  # includes a repeated key
-        raise InputError(f"{path.name} is no valid TOML", str(error), RESTORE, code="input.pins") from None
+        raise InputError(f"{path.name} is not valid TOML", str(error), RESTORE, code="input.pins") from None
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise InputError(f"{path.name} is refused", problems, RESTORE, code="input.pins") from None

@@ -131,13 +131,13 @@ def parents(path: str) -> list[str]:
 
 
 def members(archive: Path) -> Iterator[Member]:
-    """Read an archive's members in order. Raises one of MALFORMED if it is no archive or ends early."""
+    """Read an archive's members in order. Raises one of MALFORMED if it is not an archive or ends early."""
     if archive.name.endswith((".zip", ".whl")):
         yield from _zip_members(archive)
     elif archive.name.endswith((".tar", ".tar.gz", ".tgz")):
         yield from _tar_members(archive)
     else:
-        raise refused(archive, "it is no .tar, .tar.gz, .zip or .whl")
+        raise refused(archive, "it is not a .tar, .tar.gz, .zip or .whl")
 
 
 def read_files(archive: Path, top: str | None, wanted: set[str]) -> dict[str, bytes | None]:
@@ -168,7 +168,7 @@ class _Watched(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Read at most MAX_HEADER bytes. Raises ReadError for more, which a damaged header can request."""
         if not 0 <= size <= MAX_HEADER:
-            raise tarfile.ReadError(f"a header wants {size} bytes")
+            raise tarfile.ReadError(f"a header requests {size} bytes")
         self.last = self.inner.read(size)
         if self.inner.tell() > self.limit:
             raise tarfile.ReadError(f"it unpacks to more than {self.limit} bytes")

@@ -38,7 +38,7 @@ def cached(filename: str, sha256: str) -> Path:
     plain = filename not in ("", "..") and Path(filename).name == filename and "\0" not in filename
     if not plain or len(filename.encode(errors="replace")) > 200:  # NAME_MAX, less the prefix of a temporary file
         fix = "pip config list   # check the index"
-        raise NetworkError(f"cannot fetch {filename[:80]!r}", "it is no plain file name", fix, code="network.fetch")
+        raise NetworkError(f"cannot fetch {filename[:80]!r}", "it is not a plain file name", fix, code="network.fetch")
     return paths.cache() / "files" / sha256 / filename
 
 

@@ -21,7 +21,7 @@ def use(folder: Path) -> None:
     if not (folder / INDEX).is_file():
         words = ["./inv", "bundle.unpack", *([str(folder), f"{folder}.unpacked"] if folder.is_file() else ["--help"])]
         fix = f"{shlex.join(words)}   # unpacks a bundle"
-        raise UsageError(f"{folder} is no unpacked bundle", f"it has no {INDEX}", fix)
+        raise UsageError(f"{folder} is not an unpacked bundle", f"it has no {INDEX}", fix)
     os.environ |= {VARIABLE: str(folder.absolute()), "PIP_INDEX_URL": (folder.absolute() / "simple").as_uri(),
                    "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}  # fmt: skip
 

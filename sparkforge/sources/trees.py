@@ -219,7 +219,7 @@ def _require(name: str, kind: str, expected: str, actual: str) -> None:
     if expected not in (UNKNOWN, actual):
         why = f"wanted the {kind} {expected}, got {actual}; nothing was kept"
         fix = "less pins.toml   # do not trust this source; compare it with upstream"
-        raise IntegrityError(f"{name} is not what was pinned", why, fix, code="integrity.hash")
+        raise IntegrityError(f"{name} does not match its pin", why, fix, code="integrity.hash")
 
 
 def _copy_links(name: str, root: Path) -> None:

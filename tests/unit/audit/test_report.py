@@ -103,7 +103,7 @@ def damage_of(path):
 
 
 def test_members_that_become_too_large_are_not_unpacked(tmp_path, monkeypatch, extension):
-    assert "_C.abi3.so says that its" in damage_of(wheel(tmp_path, bytes(65 << 20)))
+    assert "_C.abi3.so expands too far: its" in damage_of(wheel(tmp_path, bytes(65 << 20)))
     monkeypatch.setattr(audit_report, "LARGEST_WHEEL", len(extension))
     assert "once they are unpacked" in damage_of(wheel(tmp_path, extension))
 
@@ -143,7 +143,7 @@ def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, 
     details, _ = patched_rules(copy)
     assert [detail.partition(", and ")[2] for detail in details] == [f"{entry.sha256} is locked"]
     for path, is_locked in ((patched_wheel.path, True), (copy, False)):
-        with pytest.raises(AuditError):  # its library is not an ELF file
+        with pytest.raises(AuditError):  # its library is not a valid ELF file
             run_audit([path], tools=lambda: NONE)
         assert (f"✓ {path}: {entry.file} of locks/patched.toml" in capsys.readouterr().err) is is_locked
     unknown = tmp_path / entry.file.replace("+sparkforge.", "+sparkforge.9")

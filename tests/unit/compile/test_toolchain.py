@@ -143,7 +143,7 @@ def test_the_host_compiler_must_be_one_that_nvcc_and_the_build_take(machine, tmp
         toolchain.host_compiler(home, 98)
     write_program(machine / "clang++", "echo Debian clang version 14.0.6")
     monkeypatch.setenv("CXX", "clang++")
-    with refused("compile.toolchain", r"clang\+\+ is no GCC .*unset CXX"):
+    with refused("compile.toolchain", r"clang\+\+ is not GCC .*unset CXX"):
         toolchain.host_compiler(home)
     monkeypatch.setenv("CXX", "none-such")
     with refused("compile.toolchain", "there is none-such"):

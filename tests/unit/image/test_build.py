@@ -1,4 +1,4 @@
-"""Building through Compose: the arguments, the commit, and what an image must hold."""
+"""Building through Compose: the arguments, the commit, and the hashes in an image."""
 
 import json
 import os

@@ -169,7 +169,7 @@ def test_an_invalid_trusted_root_is_named(image, sigstore, demand):
     attach(image, bundles(image, sigstore))
     for root in ("", "{}", "[", '{"mediaType": "x"}'):
         demand(root=root)
-        with refused("input.table", "root.json is no trusted root"):
+        with refused("input.table", "root.json is not a trusted root"):
             trust.require(image, STACK)
 
 

@@ -242,7 +242,7 @@ def test_a_layer_that_is_too_large_is_refused(layout, monkeypatch, limit, value,
 def test_invalid_layouts_are_named(tmp_path):
     (tmp_path / "x.tar").write_bytes(b"no archive")
     for path in (tmp_path / "x.tar", tmp_path, tmp_path / "none"):
-        with refused("integrity.image", "no OCI image layout"):
+        with refused("integrity.image", "not an OCI image layout"):
             oci.LayoutImage(path)
 
 

@@ -363,5 +363,5 @@ def test_a_hub_that_has_no_checkpoint_names_no_commit_or_sends_more_than_it_says
         hub.fetch_checkpoint(Hub(NAME, "main"), target)
     assert not target.exists()
     server.listed = {"README.md": b"x"}
-    with pytest.raises(errors.InputError, match="no safetensors checkpoint"):
+    with pytest.raises(errors.InputError, match="not a safetensors checkpoint"):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)

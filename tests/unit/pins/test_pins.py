@@ -59,7 +59,7 @@ BROKEN = {
     "a size that is no number of bytes": ("size = 7", "size = 0", "files.c-1-py3-none-any.whl.size"),
     "unknown key": ('why = "because"', 'why = "because"\nwyh = "typo"', "wyh"),
     "image without digest": ('kind = "wheel"', 'kind = "image"', "digest"),
-    "not TOML": ("schema = 1", "schema = ", "no valid TOML"),
+    "not TOML": ("schema = 1", "schema = ", "not valid TOML"),
     "no such default": ('default = "s"', 'default = "t"', "names no stack: t"),
     "no such stack of a device": ("[stacks.s]", '[devices]\ndocker = "t"\n[stacks.s]', "names no stack: t"),
     "other schema": ("schema = 1", "schema = 2", "schema"),
@@ -100,7 +100,7 @@ def test_binary_and_missing_files_are_refused(tmp_path):
     with refused("input.pins", r"pins\.toml has c"):
         load(tmp_path, GOOD).component("s", "x")
     (tmp_path / "pins.toml").write_bytes(b"\xff\xfe")
-    with refused("input.pins", "no valid TOML"):
+    with refused("input.pins", "not valid TOML"):
         pins.load(tmp_path / "pins.toml")
     with refused("input.pins", "not there"):
         pins.load(tmp_path / "absent.toml")

@@ -108,7 +108,7 @@ def test_one_name_for_two_things_another_ending_and_a_file_in_the_way_are_refuse
         members = [(info(name, size=1), b"x") for name in names]
         refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", "twice|both|file and a folder", top="p-1")
     (tmp_path / "a.rar").write_bytes(b"x")
-    refused(tmp_path / "a.rar", tmp_path / "t", "no .tar")
+    refused(tmp_path / "a.rar", tmp_path / "t", "not a .tar")
     (tmp_path / "t").mkdir()
     with pytest.raises(IntegrityError, match="in the way", check=lambda error: error.code == "integrity.archive"):
         archive.unpack(tmp_path / "a.rar", tmp_path / "t")

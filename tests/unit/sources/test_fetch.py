@@ -172,7 +172,7 @@ def test_a_setting_of_pip_that_cannot_be_used_is_named(server, monkeypatch, vari
 
 def test_a_file_name_that_is_a_path_or_not_in_the_index_is_refused(server):
     for name in ("../evil.whl", "/etc/evil.whl", "..", ".", "", "a\0b", "x" * 300):
-        with refused("network.fetch", "no plain file name"):
+        with refused("network.fetch", "not a plain file name"):
             fetch.fetch("thing", name, SHA)
     with refused("network.fetch", "lists no such file"):
         fetch.fetch("thing", "thing-2-py3-none-any.whl", SHA)

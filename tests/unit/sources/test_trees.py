@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_offline_takes_files_from_the_bundle_checks_them_and_asks_no_network(folder, kit):
     sha256 = hashlib.sha256(b"data").hexdigest()
-    with pytest.raises(UsageError, match="no unpacked bundle"):
+    with pytest.raises(UsageError, match="not an unpacked bundle"):
         offline.use(folder / "files")
     offline.use(folder)
     with refused("network.fetch", "the bundle has no such file"):

@@ -141,7 +141,7 @@ def test_unavailable_repositories_are_left_out_if_requested(small, tmp_path, cap
     assert "without cutlass" in capsys.readouterr().err
 
 
-# --- what is needed and missing ---
+# --- missing inputs ---
 
 
 PINNED = "cb4247394dd82148787aed73e5dc7cef33cbf862"
@@ -193,7 +193,7 @@ def test_a_folder_that_a_variable_names_is_taken_by_its_content_and_said_aloud(s
 def test_invalid_arguments_are_refused_before_any_download(tmp_path):
     (tmp_path / "precious").mkdir()
     for arguments, message in (
-        ({"jobs": "0"}, "--jobs '0' is no number"), ({"arch": "9.0a"}, "no rule for --arch 9.0a"),
+        ({"jobs": "0"}, "--jobs '0' is not a number"), ({"arch": "9.0a"}, "no rule for --arch 9.0a"),
         ({"targets": "_flashmla_C"}, "_flashmla_C is not built for SM121"),
         ({"targets": "spinloop", "output": str(tmp_path / "precious")}, "it exists and is not an overlay of ours"),
     ):  # fmt: skip
