@@ -188,8 +188,8 @@ class Binary:
 def loads(target: str, capability: str) -> bool:
     """Tell whether machine code for `target` loads on a device of `capability` (CUDA C++ Programming Guide, 5.1).
 
-    Plain code loads on the same major and the same or a later minor version; `f` code on its family, which for 12.x is
-    the same; `a` code only on its own capability.
+    Plain code, and `f` code on 12.x, loads on the same major and the same or a later minor version; `a` code loads only
+    on its own capability.
     """
     match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", target)
     if match is None:

@@ -3,7 +3,7 @@
 The target of a cubin is in the command line of ptxas in `.note.nv.tkinfo`. File names and ELF flags are the same
 for sm_121, sm_121a and sm_121f. Files for the CPU are read by pyelftools.
 
-A file may be damaged or hostile. Every loop over its tables is bounded, and damage names section and byte.
+A file may be damaged or hostile. Every loop over its tables is bounded, and errors name the section and the byte.
 """
 
 import mmap
@@ -84,7 +84,7 @@ class FatbinEntry:
 
 
 class CutError(ValueError):
-    """A damaged file: a table that ends past the file's end, an entry that never ends, or impossible sizes."""
+    """A damaged file: a table that ends past the file's end, a list without an end, or impossible sizes."""
 
 
 class BoundedFile(ELFFile):

@@ -154,7 +154,7 @@ def audit_files(
         raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", why, "./inv audit --help")
     broken = list[Violation]()
     if not paths:
-        raise UsageError("nothing is named to audit", "an audit of no files would pass", "./inv audit --help")
+        raise UsageError("there is nothing to audit", "an audit of no files would pass", "./inv audit --help")
     sources = [source for path in paths for source in _sources(path, machine, rules, broken)]
     binaries, violations = [], broken
     for source, binary, swapped in _read(sources, Reader(tools(), rules.watch())):

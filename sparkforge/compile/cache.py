@@ -108,7 +108,7 @@ def made_from(modules: Sequence[CachedModule], changed: Path) -> list[CachedModu
 
 
 def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[CachedModule]:
-    """Return the modules whose generator, by the tables of kernels, is FlashInfer's Python file or folder `changed`.
+    """Return the modules that FlashInfer's Python file or folder `changed` generates, by the tables of kernels.
 
     No compiler reads a generator, so ninja's files do not name it. Modules of the same family count too, such as
     fused_moe_120 beside the fused_moe_120_fp8xfp4 of the table.

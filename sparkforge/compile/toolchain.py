@@ -255,7 +255,7 @@ def add_links(home: Path) -> None:
 
 
 def make_stub(home: Path, cxx: Path) -> None:
-    """Make `lib/stubs/libcuda.so`: an empty function for each of cuda.h, with the driver's SONAME libcuda.so.1.
+    """Make `lib/stubs/libcuda.so`: an empty function for each name in cuda.h, with the driver's SONAME libcuda.so.1.
 
     The functions are needed because Ubuntu's linker drops a library that resolves nothing (--as-needed), and a module
     that does not name libcuda.so.1 cannot be loaded.

@@ -94,7 +94,7 @@ class _SafeConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError, as printing to stdout does; Rich itself would end the program with code 1."""
-        raise BrokenPipeError("nobody reads stderr any more")
+        raise BrokenPipeError("stderr has no reader any more")
 
 
 @cache

@@ -180,7 +180,7 @@ class Endpoint:
         return str(text)
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return the text's token ids without special tokens; None if the server has no /tokenize (vLLM's own)."""
+        """Return the text's token ids without special tokens; None if the server has no /tokenize, as vLLM has."""
         try:
             body = {"model": self.model, "prompt": text, "add_special_tokens": False}
             tokens = self.post("/tokenize", body).get("tokens")

@@ -126,7 +126,7 @@ def _of_others(folder: Path) -> bool:
 
 
 def secure_state() -> Path:
-    """Return the state folder; create it if it is missing, and close it to other users, as commands trust its records.
+    """Return the state folder; create it if it is missing, and close it to other users: commands trust its records.
 
     The mode of another user's folder is not changed: `sparkforge.serve.record` refuses its records.
     """

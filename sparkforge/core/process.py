@@ -170,7 +170,7 @@ def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]
 def watch(
     command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None, **streams: Any
 ) -> int | None:
-    """Run `command` for at most `seconds`, with our stdout and stderr or `streams`; return its code, None if too late.
+    """Run `command` for at most `seconds`, with our stdout and stderr or `streams`; return its code, None at a timeout.
 
     When its time is up, or after an exception here such as a signal's, the program is killed with all its descendants.
     Raises ProbeError if the program cannot be started.

@@ -114,7 +114,7 @@ def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, 
     A user's own `pip install -e` compiles with as many jobs as cores unless a variable sets fewer.
     """
     folders = [f"{root}" for checkout in checkouts if (root := root_of(checkout, sources))]
-    # A .pth line is appended to sys.path, too late; an import line can put it in front (site.py).
+    # A path in a .pth file goes to the end of sys.path, too late; an import line can put it in front (site.py).
     code = f"import sys; sys.path[:0] = {folders!r}\n" if folders else ""
     if jobs:
         code += f"import os; [os.environ.setdefault(name, '{jobs}') for name in {JOBS!r}]\n"

@@ -61,7 +61,7 @@ class Engine:
     def require_gpu(self) -> None:
         """Raise EngineError if a container cannot get the GPU."""
         if not self.gpu:
-            why = f"it knows the runtimes {', '.join(self.runtimes) or 'none'} and no CDI device {CDI_KIND}"
+            why = f"it has the runtimes {', '.join(self.runtimes) or 'none'} and no CDI device {CDI_KIND}"
             raise EngineError("the Docker engine cannot give a container the GPU", why, GIVE_GPU, code="engine.gpu")
 
 

@@ -131,7 +131,7 @@ def _as_ours(error: Exception, repository: str, revision: str) -> SparkforgeErro
             why = f"the hub answered {status}: it is gated or private, or there is no such name"
         fix = f"again   # first accept its terms at {page}, and set HF_TOKEN"
     elif isinstance(error, hub_errors.RepositoryNotFoundError | hub_errors.HFValidationError):
-        why, fix = "the hub knows no such repository", "./inv pull openai/gpt-oss-120b"
+        why, fix = "the hub has no such repository", "./inv pull openai/gpt-oss-120b"
     return NetworkError(f"cannot fetch {repository}", why, fix, code="network.fetch")
 
 

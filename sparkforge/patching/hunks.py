@@ -75,7 +75,7 @@ class FileChange:
             previous = end
         result += lines[previous:]
         if self.deletes and result:
-            raise self._conflict("the patch deletes the file, and the file holds more than the patch knows")
+            raise self._conflict("the patch deletes the file, and the file has lines that are not in the patch")
         return None if self.deletes else b"".join(result)
 
     def _conflict(self, why: str) -> PatchError:

@@ -5,7 +5,7 @@
 A server with the same paths and variables runs ninja on the same files and has nothing to compile
 (docs/concepts/kernels.md). After a kill the next build takes finished units from ccache. The manifest is removed first
 and written last. FlashInfer writes paths and flags into each build.ninja, and again at run time; ninja then compiles
-every unit that differs. So this module fixes the variables that reach that file, and removes all others.
+every unit that differs. So this module sets the variables that reach build.ninja, and removes all others.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class KernelEnvironment:
     queue: str
 
     def ninja(self, chain: Toolchain) -> Path:
-        """Return the ninja that FlashInfer runs there; 1.11 cannot read 1.13's log and would compile again."""
+        """Return the ninja that FlashInfer runs; ninja 1.11 cannot read 1.13's log and would compile again."""
         own_ninja = self.python.parent / "ninja"
         return own_ninja if own_ninja.is_file() else chain.ninja
 
@@ -261,11 +261,11 @@ def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, re
         output = run(["env", *unset, python, SPECS, question], env=env, stdin=json.dumps(requests), fix=fix).stdout
         answer = parse_json((output.splitlines() or [""])[-1], f"the answer of {python}")
     except SparkforgeError as error:
-        raise CompileError(f"cannot ask {python}", error.why, fix, code="compile.environment") from None
+        raise CompileError(f"cannot query {python}", error.why, fix, code="compile.environment") from None
     if isinstance(answer, dict) and "error" in answer:
         raise CompileError(f"FlashInfer of {python} refuses", str(answer["error"]), fix, code="compile.environment")
     if not isinstance(answer, dict if question == "probe" else list):
-        raise CompileError(f"cannot ask {python}", "its answer is not understood", fix, code="compile.environment")
+        raise CompileError(f"cannot query {python}", "its answer is malformed", fix, code="compile.environment")
     return answer
 
 

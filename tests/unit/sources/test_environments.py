@@ -28,7 +28,7 @@ def filled(monkeypatch):
         if install.error:
             raise install.error
 
-    def run(command, **_):  # of uv
+    def run(command, **_):  # replaces uv
         if "build" in command:
             (command[command.index("--out-dir") + 1] / "library.whl").touch()
 

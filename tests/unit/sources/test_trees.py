@@ -21,7 +21,7 @@ def test_an_archive_is_unpacked_once_with_its_listing_and_manifest(kit):
     recorded = manifest.load(unpacked)
     assert recorded.inputs["up-1.tar.gz"].startswith(unpacked.name)
     assert recorded.outputs["listing"] == hashlib.sha256(archive.listing_path(unpacked).read_bytes()).hexdigest()
-    shutil.rmtree(paths.cache())  # nothing more is read
+    shutil.rmtree(paths.cache())  # the next run reads no archive
     assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged"]
     with refused("input.pins", r"pins.toml has s"):
         trees.fetch_sources("t", table=pins)

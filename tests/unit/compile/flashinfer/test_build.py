@@ -98,5 +98,5 @@ def test_an_environment_is_examined(site, monkeypatch):
     (site.jit.parent.parent / "torch-2.13.0.dist-info").rmdir()
     with refused("compile.environment", "torch is not installed"):
         build.examine(site.python, table, "spark")
-    with refused("compile.environment", "cannot ask"):
+    with refused("compile.environment", "cannot query"):
         build.examine(Path("/bin/true"), table, "spark")
