@@ -45,12 +45,12 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Interpreter of the environment."""
         return self.path / PYTHON
 
     @property
     def site_packages(self) -> Path:
-        """Its site-packages."""
+        """Folder site-packages of the environment."""
         return self.path / PACKAGES
 
 

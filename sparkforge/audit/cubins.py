@@ -149,7 +149,7 @@ class Kernel:
     mnemonics: dict[str, int]
 
     def count(self, pattern: str) -> int:
-        """Return how many of its instructions match."""
+        """Return the number of the kernel's instructions that match."""
         return sum(number for name, number in self.mnemonics.items() if re.search(pattern, name))
 
 
@@ -170,7 +170,7 @@ class Cubin:
 
     @property
     def label(self) -> str:
-        """Its target in words; if ptxas did not record it, the number without a possible suffix."""
+        """The target in words; if ptxas did not record it, the number without a possible suffix."""
         return self.target or f"sm_{self.sm}, suffix not stated"
 
 

@@ -227,7 +227,7 @@ def code(data: bytes) -> Code:
 
 
 def host(elf: BoundedFile, entries: Sequence[FatbinEntry] = ()) -> Host:
-    """Return the needs and exports of a file's host code; `entries` are its fatbins'. Raises one of MALFORMED."""
+    """Return needs and exports of a file's host code; `entries` are its fatbins' entries. Raises one of MALFORMED."""
     tags = _dynamic(elf)
     undefined, exports = _symbols(elf)
     return Host(

@@ -60,7 +60,7 @@ class AuditedFile:
 
     @property
     def name(self) -> str:
-        """Its name in the report."""
+        """The file's name in the report."""
         return f"{self.path.name}/{self.member}" if self.member else str(self.path)
 
 
@@ -83,7 +83,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class AuditedWheel:
-    """A patched wheel, or a package installed from one: its path, and file name, sha256 and RECORD in the lock.
+    """A patched wheel, or a package installed from one: its path, and the lock's file name, sha256 and RECORD.
 
     `problems` are the differences from the locked wheel; `wheel` is empty if the lock does not have it.
     """

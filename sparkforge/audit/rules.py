@@ -84,7 +84,7 @@ class HostRules(Record):
 
 
 class Rules(Record):
-    """The whole table."""
+    """The whole of rules.toml."""
 
     schema_: int = Field(alias="schema", ge=1, le=1)
     capability: str

@@ -48,18 +48,18 @@ class CachedModule:
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The module's folder."""
         return self.root / self.version / self.arch / OPS / self.name
 
     @cached_property
     def ninja_files(self) -> bytes:
-        """The contents of its build.ninja and of .ninja_deps, which has the headers' paths as plain bytes."""
+        """The contents of the module's build.ninja and .ninja_deps, which has the headers' paths as plain bytes."""
         files = (self.path / "build.ninja", self.path / ".ninja_deps")
         return b"\n".join(file.read_bytes() for file in files if file.is_file())
 
     @property
     def sources(self) -> list[Path]:
-        """The sources that its build.ninja compiles, without headers."""
+        """The sources that the module's build.ninja compiles, without headers."""
         return [self.path / name for name in SOURCE.findall(self.ninja_files.decode(errors="replace"))]
 
     def __str__(self) -> str:

@@ -38,7 +38,7 @@ WAYS = ("wheel", "source")
 RECORD = ".sparkforge-overlay.vllm.json"
 SCHEMA = 1
 STAGE = "vllm-wheel"
-TARGET = TargetMachine("aarch64")  # the server's machine, which may not be this one
+TARGET = TargetMachine("aarch64")  # the server's machine, which may differ from this machine
 UNPACKED = 3  # a wheel's unpacked size in packed sizes; upstream's for aarch64: 0.78 GB and 0.32 GB
 
 

@@ -1,4 +1,4 @@
-"""The only way in which Sparkforge runs the `docker` command, and the meaning of its errors and the engine's."""
+"""Runs the `docker` command of this machine, and explains the errors of docker and of the engine."""
 
 import re
 import shlex

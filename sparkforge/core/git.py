@@ -1,4 +1,4 @@
-"""The only way in which Sparkforge runs git: independent of the caller's repository and of git configurations.
+"""Runs git independently of the caller's repository and of git configurations.
 
 Hooks, `git rebase --exec` and `git bisect run` set variables that override the folder in which git is started. A filter
 or an attributes file of the user would change the checked-out files.

@@ -1,4 +1,4 @@
-"""Queries of NVIDIA GPUs by nvidia-smi. On cluster nodes without our code, probe.py does this instead."""
+"""Queries of NVIDIA GPUs by nvidia-smi. On cluster nodes, which do not have our code, probe.py queries them."""
 
 import csv
 import math

@@ -72,7 +72,7 @@ class Installed:
 
     @property
     def record(self) -> str:
-        """The digest of RECORD without the installer's lines; it equals the wheel's."""
+        """The digest of RECORD without the installer's lines; the wheel's RECORD has the same digest."""
         return record_digest(self.lines)
 
     def differences(

@@ -62,7 +62,7 @@ def caught() -> Iterator[None]:
 
 
 def ending() -> int | None:
-    """Return the signal that ends this process, even if its exception was caught; None if none came."""
+    """Return the signal that ends this process, even if its exception was caught; None without such a signal."""
     return _State.ending
 
 

@@ -148,7 +148,7 @@ def _recover(path: Path) -> None:
 
 def _remove_aside(path: Path) -> None:
     beside(_aside(path)).unlink(missing_ok=True)
-    remove(_aside(path))  # last: `once` looks for it
+    remove(_aside(path))  # last, because `once` looks for it
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The only way in which Sparkforge runs programs: to their end, detached, measured, or as probes that may hang."""
+"""Runs programs: to their end, detached, measured, or as probes that may hang."""
 
 import os
 import shlex
@@ -193,7 +193,7 @@ def watch(
 
 
 def require(answer: ProgramOutput, name: str, seconds: float) -> str:
-    """Return the stdout of a program that ended well; otherwise raise ProbeError that says how it ended."""
+    """Return the stdout of a program that succeeded. Raises ProbeError, which names the end, for other programs."""
     if answer.code is None:
         raise ProbeError(f"{name} did not answer within {seconds:g} s")
     if answer.code != 0:

@@ -1,4 +1,4 @@
-"""Arguments, errors and exit codes of programs that run without `./inv`, the same as in its commands."""
+"""Arguments, errors and exit codes of programs that run without `./inv`, the same as in the commands of `./inv`."""
 
 import argparse
 import csv

@@ -51,7 +51,7 @@ def load(path: Path, shape: type[Table]) -> Table:
 
 
 def parse_record(data: Any, origin: str, shape: type[Table]) -> Table:
-    """Return JSON (text or parsed) as a record of `shape`; `origin` names it in errors. Raises DocumentError."""
+    """Return JSON (text or parsed) as a record of `shape`; `origin` names the JSON in errors. Raises DocumentError."""
     value = parse_json(data, origin) if isinstance(data, (bytes, str)) else data
     try:
         return shape.model_validate(value)

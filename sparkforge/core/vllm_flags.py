@@ -74,7 +74,7 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def meant(argument: str, flags: Iterable[str]) -> str:
-    """Return the one of `flags` that an argument means, abbreviated or not; empty for none."""
+    """Return the flag of `flags` that an argument means, abbreviated or not; empty for none."""
     name = split_flag(argument)[0]
     return next((flag for flag in flags if len(name) > 2 and flag.startswith(name)), "") if name[:2] == "--" else ""
 

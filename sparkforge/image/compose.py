@@ -16,7 +16,7 @@ from sparkforge.core.files import DocumentError
 from sparkforge.core.tables import parse_object
 
 PROJECT, SERVICE = "sparkforge", "vllm"
-FILE = "docker-compose.yml"  # its service extends the one of deploy/stacks.yml that STACK names
+FILE = "docker-compose.yml"  # its service extends the service of deploy/stacks.yml that STACK names
 STACK = "SPARKFORGE_STACK"
 CLUSTER = "docker-compose.cluster.yml"  # after the other files: one node of a model over several machines
 CLUSTER_CPU = "docker-compose.cluster.cpu.yml"  # after CLUSTER: a node without RDMA and GPU

@@ -21,7 +21,7 @@ UNPACK_SECONDS = 1800  # the same for an image's first container, for which the 
 FIRST_CLOSED = 28  # the first Docker that opens ports published on 127.0.0.1 only to this machine
 NVIDIA = "nvidia"
 CDI_KIND = "nvidia.com/gpu"
-HOOK = "nvidia-container-runtime-hook"  # with it on its PATH, dockerd takes GPU reservations without a runtime entry
+HOOK = "nvidia-container-runtime-hook"  # on dockerd's PATH it serves GPU reservations without a runtime entry
 CDI_ENTRY = re.compile(rf'["\']?kind["\']?\s*:\s*["\']?{re.escape(CDI_KIND)}')
 START = "sudo systemctl start docker"
 JOIN = "sudo usermod -aG docker $USER   # then log out and in"
@@ -82,7 +82,7 @@ class State:
 
     @property
     def runs(self) -> bool:
-        """Whether its program runs."""
+        """Whether the container's program runs."""
         return self.status in {"running", "paused"}
 
 

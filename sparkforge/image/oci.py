@@ -169,17 +169,17 @@ class LayoutImage:
 
     @property
     def id(self) -> str:
-        """The digest of its configuration, which is the image id in most engines."""
+        """The digest of the image's configuration, which is the image id in most engines."""
         return str(self.manifest.config and self.manifest.config.digest)
 
     @property
     def short_id(self) -> str:
-        """Its path, for messages."""
+        """The layout's path, for messages."""
         return str(self.layout.path)
 
     @property
     def tags(self) -> list[str]:
-        """Its name, if the layout has one."""
+        """The image's name, if the layout has one."""
         return [self.top.annotations[key] for key in (NAME, TAG) if key in self.top.annotations][:1]
 
     @property

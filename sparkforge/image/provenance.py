@@ -1,6 +1,6 @@
 """The provenance of an image: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
 
-It is computed from the image's contents, so everybody who has the image can compute and compare it (`differences`).
+It is computed from the image's contents, so everybody who has the image can compute and compare it (see `differences`).
 """
 
 import re
@@ -31,7 +31,7 @@ class Subject(BaseModel):
     """The subject of a statement."""
 
     class Hashes(Record):
-        """Its digest."""
+        """The digest of a subject."""
 
         sha256: Sha256
 

@@ -69,12 +69,12 @@ class Tree:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """The tree's interpreter."""
         return self.root / "bin/python"
 
     @property
     def packages(self) -> Path:
-        """Its site-packages."""
+        """The tree's site-packages."""
         return next((self.root / "lib").glob("python3.*")) / "site-packages"
 
     @property
@@ -344,7 +344,7 @@ def _verify(tree: Tree, output: Path, debian: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one step; return its exit code."""
+    """Run one step; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sparkforge.image.rootfs", description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--stack", required=True, help="a stack of pins.toml")

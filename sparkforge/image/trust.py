@@ -38,7 +38,7 @@ BUNDLE = "application/vnd.dev.sigstore.bundle"  # the beginning of the media typ
 
 
 class Identity(Record):
-    """An accepted identity: the name in its certificates, the issuer of that identity, and the root's file."""
+    """An accepted identity: the name in its certificates, the issuer of that name, and the trusted root's file."""
 
     identity: Text  # for a workflow https://github.com/OWNER/NAME/.github/workflows/FILE@refs/tags/TAG
     issuer: Text

@@ -79,7 +79,7 @@ def analyses() -> dict[str, Analysis]:
 
 
 def check(bill: bytes, database: Path) -> None:
-    """Print the known vulnerabilities of a bill's components. Raises RefusalError for those that vex.toml lacks.
+    """Print the known vulnerabilities of a bill's components. Raises RefusalError for any that vex.toml lacks.
 
     `database` is an OSV record, a .zip of records (as OSV exports each ecosystem), or a folder of both. Raises
     UsageError for an unreadable database, DocumentError for a malformed one, IntegrityError for an invalid bill.

@@ -77,7 +77,7 @@ def tokenizer_files() -> dict[str, bytes]:
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
     config = {
         **names,
-        # As in the published checkpoint. Without it transformers parses tokenizer.json twice.
+        # As in the published checkpoint. Without this key transformers parses tokenizer.json twice.
         "added_tokens_decoder": {str(i): {"content": token, **ADDED} for token, i in special_tokens().items()},
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],

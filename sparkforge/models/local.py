@@ -45,7 +45,7 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
                 require_readable(snapshot)
                 if (snapshot / "config.json").is_file():
                     return snapshot
-        except StorageError as error:  # another place may have it
+        except StorageError as error:  # another place may have the model
             denials.append(error)
     if denials:
         raise denials[0]

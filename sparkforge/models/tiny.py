@@ -109,7 +109,7 @@ def from_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             tensors[name] = Tensor(tuple(entry["shape"]), entry["dtype"], bytes(body[begin:end]))
-            tensors[name].array()  # its bytes have its type and shape
+            tensors[name].array()  # raises unless the bytes fit type and shape
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its header is malformed ({error!r})") from error
     return tensors, metadata

@@ -164,7 +164,7 @@ class Queue:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the queue's folder."""
         return f"{self.upstream}-{self.version}"
 
     @property

@@ -84,7 +84,7 @@ class ImageChanges(Record, extra="ignore"):
 
     @classmethod
     def read(cls, manifest: Path) -> ImageChanges:
-        """Read them from an image's manifest; empty if the file is missing. Raises OSError, ValueError."""
+        """Read the changes from an image's manifest; empty if the file is missing. Raises OSError, ValueError."""
         return cls.model_validate(read_json(manifest)) if manifest.is_file() else cls()
 
 

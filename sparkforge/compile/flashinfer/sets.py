@@ -43,7 +43,7 @@ class KernelModule(Record):
 
 
 class KernelTable(Record):
-    """The whole file, for one release of FlashInfer."""
+    """The whole of kernels.toml, for one release of FlashInfer."""
 
     schema_: Literal[1] = Field(alias="schema")
     flashinfer: str

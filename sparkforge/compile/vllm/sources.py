@@ -60,7 +60,7 @@ class RepositoryOption(Record):
 
 
 class TargetTable(Record):
-    """The whole table, for one vLLM version."""
+    """The whole of targets.toml, for one vLLM version."""
 
     schema_: int = Field(alias="schema", ge=1, le=1)
     version: str
