@@ -191,7 +191,7 @@ def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> It
 
 
 def _is_stale(folder: str, name: str) -> bool:
-    """Tell whether a `.pyc` in a `__pycache__` was compiled from an earlier source, and Python would still run it.
+    """Tell whether a `.pyc` in a `__pycache__` was compiled from another source, and Python would still run it.
 
     Only an unchecked hash-based `.pyc` (PEP 552), as in our images, can be stale: Python recompiles others by itself.
     """

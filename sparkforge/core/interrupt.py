@@ -1,7 +1,7 @@
 """Turn SIGTERM and SIGHUP into exceptions, so that they cause the same cleanup as Ctrl-C.
 
 Python's own handler raises KeyboardInterrupt between any two steps, also between the start of a program and the record
-of that start. `held` keeps such steps together.
+of that start. `held` delays signals during such steps.
 """
 
 import signal

@@ -207,8 +207,8 @@ def cut_pattern(cuts: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
 def finish(tree: Tree, jobs: int) -> None:
     """Trim the tree, add licence texts, and make it the same in every build.
 
-    Volatile files are removed, and the bytecode is compiled without times. Raises IntegrityError for a path of the
-    trimming table that matches nothing, or a wrong licence text.
+    Volatile files are removed, and the bytecode is compiled in a fixed order and without times. Raises IntegrityError
+    for a path of the trimming table that matches nothing, or a wrong licence text.
     """
     for name, size in trim(tree.packages, cuts(tree.device)).items():
         say(f"left out: {name} ({size / 1e6:.0f} MB)")

@@ -1,4 +1,4 @@
-"""Ed25519 signatures: DSSE (Dead Simple Signing Envelope) around in-toto statements, and cosign's for images' digests.
+"""Ed25519 signatures: DSSE (Dead Simple Signing Envelope) around in-toto statements, cosign's payload for digests.
 
 It uses `cryptography` directly: securesystemslib depends on it too, and would replace only one line, in `encoded`.
 """
