@@ -26,7 +26,7 @@ BLOCK = 32  # MXFP4 elements that share one scale
 KV_BYTES = {"bf16": 2, "fp8": 1}  # a key or value element; vLLM's --kv-cache-dtype auto is the model's own bf16
 KV_BLOCK = 16  # tokens in a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
 STATES = 2  # blocks per sequence and linear layer (vllm/v1/kv_cache_interface.py, MambaSpec, mamba_cache_mode "align")
-LATENT_BLOCK = 128  # in a model with linear layers, the tokens of a latent attention block are a multiple of this
+LATENT_BLOCK = 128  # tokens; a block of latent attention in a model with linear layers is a multiple of this size
 STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's default (vllm/config/vllm.py, max_concurrent_batches)
 DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one a step
 TOLERANCE = 0.02  # share of the computed bytes: formulas leave out some tensors, such as scales of FP8 blocks
@@ -37,9 +37,9 @@ CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 class Draft(Record):
     """The drafter that proposes a model's next tokens, as in vLLM's --speculative-config.
 
-    To propose the `tokens` of a step, the drafter reads its weights (`bytes`) `passes` times: `tokens` times if it
-    proposes them one by one, once if it proposes a block, 0 times if it only searches a table. `repository` is empty if
-    the checkpoint contains the draft, or no weights are needed.
+    In each step the drafter proposes `tokens` tokens and reads its weights (`bytes`) `passes` times: `tokens` times if
+    it proposes one token after another, once if it proposes a block, 0 times if it only searches a table. `repository`
+    is empty if the checkpoint contains the drafter, or if the drafter has no weights.
     """
 
     method: str
@@ -72,7 +72,7 @@ class KnownModel(Record):
 
 @dataclass(frozen=True)
 class DenseFormat:
-    """The formats of the attention's projections and of the LM head: keys of BITS; bf16 means as in the checkpoint."""
+    """The formats of attention's projections and of the LM head: keys of BITS. bf16 means the checkpoint's format."""
 
     attention: str = "bf16"
     head: str = "bf16"
@@ -101,7 +101,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Bytes on disk and, before a kernel pads them, in memory."""
+        """Bytes on disk, and in memory without a kernel's padding."""
         return int(self.count * BITS[self.form] / 8) + 2 * self.plain
 
 
@@ -109,10 +109,9 @@ class Part:
 class Architecture:
     """A model's sizes, by the names of families.toml. `window` is in tokens, the forms are keys of BITS.
 
-    A dense model has no experts. For one token in one layer, `active` is the summed width of the MLPs that compute it,
-    and `kv_elements` is the number of elements that it takes in the KV cache. `score_flops` are the operations of
-    attention for a pair of tokens in one layer. `state` is the bytes that all linear layers keep for a sequence of any
-    length.
+    A dense model has no experts. For one token in one layer, `active` is the summed width of the MLPs that process the
+    token, and `kv_elements` is its number of elements in the KV cache. `score_flops` are the operations of attention
+    for a pair of tokens in one layer. `state` is the bytes that all linear layers keep for a sequence of any length.
     """
 
     family: str
@@ -165,7 +164,7 @@ class Architecture:
         return 2 * (2 * intermediate + hidden) if experts and experts.bias else 0
 
     def parts(self, dense: DenseFormat = BF16) -> tuple[Part, ...]:
-        """Return all weights. A tied LM head has 0 elements: it is the embedding, which stays in bf16."""
+        """Return all weights. A tied LM head has 0 elements, because it is the embedding, which stays in bf16."""
         words = self.vocab * self.hidden
         attention = self.dense_form if dense.attention == BF16.attention else dense.attention
         return (
@@ -187,7 +186,7 @@ class Architecture:
         draft = self.draft_layers * (self.experts * self.expert_bytes + 4 * self.hidden * self.hidden)
         if expected * (1 - TOLERANCE) <= stored <= (expected + draft) * (1 + TOLERANCE):
             return ""
-        return f"config.json promises {expected / 1e9:.2f} GB of tensors, the files have {stored / 1e9:.2f}"
+        return f"by config.json the tensors have {expected / 1e9:.2f} GB, the files have {stored / 1e9:.2f}"
 
     def padding_bytes(self, align: int) -> int:
         """Bytes that a kernel adds when it pads MXFP4 experts' sizes to multiples of `align` (1: none)."""

@@ -1,6 +1,7 @@
-"""The memory that a served model takes on a device, line by line, and the longest and most sequences that fit.
+"""The memory that a served model takes on a device, line by line, and the length and number of sequences that fit.
 
-All sizes are bytes. Lines are computed from the model's sizes, or bounds with a source; none was measured on a Spark.
+All sizes are bytes. A line is computed from the model's sizes, or is a bound with a source. None was measured on a
+Spark.
 """
 
 from bisect import bisect_left
@@ -44,7 +45,7 @@ class Line(Record):
 
 @dataclass(frozen=True)
 class Budget:
-    """All lines of a device's memory, and what is left of it (below 0: it does not fit)."""
+    """All uses of a device's memory, and the memory that is left (below 0: the workload does not fit)."""
 
     total: int
     lines: tuple[Line, ...]
@@ -61,7 +62,7 @@ class Budget:
 
 
 def kv_bytes(model: Architecture, load: Workload) -> int:
-    """Bytes of KV blocks: of all sequences while they decode, and those that one prefill adds in sliding layers."""
+    """Bytes of KV blocks: those of all decoding sequences, and those that one prefill adds in sliding layers."""
     held = model.kv_held(load.context, load.kv)
     admitted = model.kv_admitted(load.context, STEPS_UNDER_WAY * load.batched, load.kv)
     return load.concurrency * held + admitted - held

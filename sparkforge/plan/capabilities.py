@@ -1,6 +1,6 @@
-"""What serves on each compute capability (capabilities.toml), and whether this machine's GPU can serve.
+"""The serve profile and kernels of each compute capability (capabilities.toml), and the check of this machine's GPU.
 
-Nothing here imports torch: a GPU that cannot serve is refused before an environment of 8 GB is made.
+This module does not import torch, so that a GPU that cannot serve is refused before 8 GB of packages are installed.
 """
 
 from collections.abc import Mapping
@@ -48,10 +48,10 @@ def load(table: Path = TABLE) -> dict[str, Capability]:
 
 
 def find(environ: Mapping[str, str], share: float = 1 - IN_USE) -> tuple[str, Capability]:
-    """Return the name of the GPU that serves, and its row. Raises RefusalError if none of this machine's can.
+    """Return the name of the GPU that serves, and its row. `share` is the part of its memory that must be free.
 
-    CUDA_VISIBLE_DEVICES in `environ` may choose GPUs; the first one that it lists serves.
-    `share` is the part of the GPU's memory that must be free.
+    The GPU is the first one in CUDA_VISIBLE_DEVICES of `environ`, by default the machine's first. Raises RefusalError
+    if it cannot serve, InputError for a malformed table.
     """
     if gpus.hidden(environ):
         why = f"{gpus.VISIBLE} is {environ[gpus.VISIBLE]!r}, which hides every GPU"

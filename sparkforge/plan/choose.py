@@ -21,7 +21,7 @@ COMPARED = (BF16, *(DenseFormat(*pair) for pair in PAIRS))
 CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"
 # The variables of our plugin (spark_mxfp4.vllm.plugin), for --quantization spark-mxfp4.
 LINEAR_VARIABLE, HEAD_VARIABLE = "SPARK_MXFP4_LINEAR", "SPARK_MXFP4_LM_HEAD"
-# Beginning of a format's name → its key in BITS. Others, such as int8, are counted as bf16.
+# Prefix of a format's name → its key in BITS. Other formats, such as int8, are counted as bf16.
 NAMES = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8"}
 
 
@@ -38,7 +38,7 @@ class ServerOptions(Record):
         return default if value is None else _number(flag, value)
 
     def longest(self, default: int) -> int:
-        """Return --max-model-len."""
+        """Return --max-model-len in tokens. Raises InputError if it is not a number."""
         return int(self.number("--max-model-len", default))
 
     @property
@@ -52,7 +52,10 @@ class ServerOptions(Record):
         return CPU_SPACE in self.variables
 
     def load(self, asked: Workload) -> Workload:
-        """Return the workload with this profile's bounds and formats; the KV cache is FP8 if either asks for it."""
+        """Return `asked` with this profile's bounds and formats. The KV cache is FP8 if the profile or `asked` says so.
+
+        Raises InputError for a malformed number.
+        """
         batched = int(self.number("--max-num-batched-tokens", BATCHED_TOKENS))
         kv = "fp8" if "fp8" in {asked.kv, kv_type(self.arguments)} else asked.kv
         sequences = int(self.number("--max-num-seqs", SEQUENCES))
@@ -77,14 +80,14 @@ class ProfileFit(Record):
 def verdicts(
     model: Architecture, device: Device, asked: Workload, profiles: Mapping[str, ServerOptions]
 ) -> list[ProfileFit]:
-    """Judge the profiles that are made for the device, the most cautious first."""
+    """Judge the device's profiles, the most cautious first. Raises InputError for a profile with a malformed number."""
     return [_verdict(name, profiles[name], model, device, asked) for name in candidates(device, profiles)]
 
 
 def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[str]:
     """Return the profiles for the device: those of its row, then similar ones with fewer bits, in the table's order.
 
-    The latter trade accuracy for speed; only a bake-off shows whether they are good enough.
+    Fewer bits trade accuracy for speed; only a bake-off shows whether the accuracy suffices.
     """
     first = [name for name in device.profiles if name in profiles]
     processors = any(profiles[name].for_processors for name in first)
@@ -159,7 +162,7 @@ def dense_format(arguments: Sequence[str], variables: Mapping[str, str]) -> Dens
 
 
 def _chosen(variables: Mapping[str, str], name: str) -> str:
-    """Return the plugin's format; empty for `bf16`: the plugin then leaves the layers to vLLM's own flag."""
+    """Return the plugin's format; empty for `bf16`, with which vLLM's own flag applies to the layers."""
     form = variables.get(name, "")
     return "" if form == BF16.attention else form
 

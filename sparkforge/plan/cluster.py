@@ -1,9 +1,9 @@
-"""One model on several machines: memory of each, bytes over the link, best speed, and when replicas win.
+"""One model on several machines: memory of each, bytes over the link, best speed, and when replicas are faster.
 
-Four ways to use N machines with one GPU each: `tensor` splits every layer, `expert` splits attention and whole experts,
-`pipeline` gives each machine a part of the layers, `replicas` are N separate servers that share the users. Everything
-is computed from the same roofline as a plan for one machine, plus the link's cited latencies: only bytes, arithmetic
-and the link count. Experts are assumed to be spread evenly over the machines.
+There are four ways to use N machines with one GPU each: `tensor` splits every layer, `expert` splits attention and
+gives each machine whole experts, `pipeline` gives each machine some of the layers, `replicas` are N separate servers
+that share the users. The figures come from the roofline of a plan for one machine and the link's cited latencies.
+Experts are assumed to be spread evenly over the machines.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class WayRow(Record):
 class ClusterPlan(Record):
     """The part of a plan that `./inv plan --nodes N` adds.
 
-    `crossover` is the number of users from which replicas win; None: they do not.
+    `crossover` is the least number of users for which replicas are fastest; None: there is none.
     """
 
     nodes: int
@@ -72,7 +72,7 @@ def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> Cl
     """Return the plan for `nodes` machines. Raises UsageError for a device without a link."""
     if device.link is None:
         fix = "--device spark"
-        raise UsageError(f"{device.about} has no link in devices.toml", "nothing is known of its network", fix)
+        raise UsageError(f"{device.about} has no link in devices.toml", "its network is not known", fix)
     ways = [_way(model, device, asked, nodes, way) for way in WAYS]
     crossover = None
     for users in range(1, MOST_USERS + 1):
@@ -111,7 +111,7 @@ def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
 
 
 def reduce_seconds(link: Interconnect, size: float, nodes: int) -> float:
-    """Seconds of one all-reduce of `size` bytes: from the cited latencies, and beyond their sizes from the bandwidth.
+    """Seconds of one all-reduce of `size` bytes: the cited latency, plus bandwidth time beyond the largest cited size.
 
     The latencies were measured with two machines. A ring of N takes N - 1 times the steps, each with 2/N of the bytes.
     """
@@ -124,8 +124,8 @@ def link_bytes(model: Architecture, nodes: int, way: Way) -> float:
     """Bytes that one machine sends for a token of one user.
 
     `tensor` and `expert`: all-reduces of the hidden state (after the embedding, and after attention and experts of each
-    layer), each of which sends 2(N-1)/N of it, and the machine's part of the logits. `pipeline`: one hidden state and
-    its residual.
+    layer), each of which sends 2(N-1)/N of the hidden state, and the machine's part of the logits. `pipeline`: one
+    hidden state and its residual.
     """
     hidden = HIDDEN_BYTES * model.hidden
     if way == "replicas":
@@ -168,7 +168,7 @@ def total(model: Architecture, device: Device, load: Workload, nodes: int, users
 
 
 def split(model: Architecture, load: Workload, batch: int, nodes: int) -> Work:
-    """Return a decode step's work on one of `nodes` machines that split it; each has all routers and norms."""
+    """Return one machine's work in a decode step that `nodes` machines split; each has all routers and norms."""
     work, whole = roofline.decode(model, batch, load), _replicated_bytes(model, load.dense)
     shared = (work.expert_flops / nodes, work.dense_flops / nodes, work.expert_bytes / nodes)
     return Work((work.bytes - whole) / nodes + whole, *shared, tokens=batch)

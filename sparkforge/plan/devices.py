@@ -1,4 +1,4 @@
-"""Devices to plan for: the rows of `devices.toml`, and the machine that this runs on."""
+"""Devices to plan for: the rows of `devices.toml`, and this machine."""
 
 import ctypes
 import itertools
@@ -18,15 +18,15 @@ from sparkforge.core.tables import BOUND, MEASURED, Figure, Record, load
 FILE = Path(__file__).with_name("devices.toml")
 THIS = "this"
 GIB = 1 << 30
-COPY_BYTES = 32 << 20  # a thread's buffer; two of them are more than its share of a cache
-COPY_THREADS = 20  # as many cores as a Spark has: at most 1.3 GB for a moment
+COPY_BYTES = 32 << 20  # a thread's buffer; two buffers are larger than the thread's share of the cache
+COPY_THREADS = 20  # at most, as a Spark has 20 cores; their buffers take 1.3 GB
 COPY_ROUNDS = 4
 CPU_HOST = 4.0  # GiB besides weights and KV cache: vLLM's CPU build took 3.7 GB with the tiny model, x86-64, eager
 CPU_PROFILES = ("embedded",)
 
 
 class Point(Record):
-    """A point of a curve: its `value` at the place `at`."""
+    """A point of a curve: the `value` for the argument `at`."""
 
     at: float
     value: float
@@ -40,7 +40,7 @@ class Curve(Record):
     date: str
 
     def at(self, place: float) -> float:
-        """Return the value at `place`."""
+        """Return the value for the argument `place`."""
         for low, high in itertools.pairwise(self.points):
             if low.at < place <= high.at:
                 return low.value + (place - low.at) / (high.at - low.at) * (high.value - low.value)
@@ -48,7 +48,7 @@ class Curve(Record):
 
 
 class Interconnect(Record):
-    """The network between devices: NCCL's bus bandwidth in GB/s (10⁹), and the µs of an all-reduce by its bytes."""
+    """The network between devices: NCCL's bus bandwidth in GB/s (10⁹), and an all-reduce's µs by its bytes."""
 
     bandwidth: Figure
     latency: Curve
@@ -57,10 +57,10 @@ class Interconnect(Record):
 class Kernels(Record):
     """The assumptions about our kernels in a forecast (forecast.py).
 
-    `read` is the memory bandwidth in GB/s; `experts` and `dense` are the shares of it that experts, by tokens per
-    expert, and dense products reach. For 64 x 64 weights a warp scheduler issues `instructions`, by tokens per
-    expert, and could issue `slots` while the memory delivers them. `gap` is the µs before each layer's experts. `rest`,
-    by tokens, is the µs per layer between kernels and in kernels that read no weights.
+    `read` is the memory bandwidth in GB/s. Experts reach the share `experts` of it (by tokens per expert), dense matrix
+    products the share `dense`. For 64 x 64 weights, a warp scheduler issues `instructions` (by tokens per expert) and
+    has `slots` in the time that memory takes to deliver these weights. `gap` is the time before each layer's experts
+    in µs. `rest` is a layer's time between kernels and in kernels that read no weights, in µs by tokens.
     """
 
     read: Figure
@@ -75,8 +75,8 @@ class Kernels(Record):
 class Device(Record):
     """A device that serves. Memory in GiB, bandwidth in GB/s, rates in TFLOP/s without sparsity; None: not known.
 
-    `resident` is the memory in use before a server starts, `runtime` the part of vLLM's share that is not weights, KV
-    cache or activations, `host` the memory that vLLM takes outside its share of a unified memory, and `most` the
+    `resident` is the memory in use before a server starts. `runtime` is the part of vLLM's share that is not weights,
+    KV cache or activations. `host` is the memory that vLLM takes outside its share of a unified memory. `most` is the
     highest share for vLLM. The experts' sizes are padded to multiples of `align`.
     """
 
@@ -109,7 +109,7 @@ class Device(Record):
         return self.bandwidth.value * 1e9 if self.bandwidth else None
 
     def flops(self, rate: str) -> float | None:
-        """Arithmetic of one kind in FLOP a second; None if it is not known."""
+        """FLOP a second in the format `rate`, a key of `rates`; None if not known."""
         return self.rates[rate].value * 1e12 if rate in self.rates else None
 
 
@@ -140,7 +140,7 @@ def by_gpu(name: str) -> Device | None:
 
 
 def this_machine(gpu: str) -> Device:
-    """Return this machine, measured. `gpu` is nvidia-smi's name of its GPU, empty if it has none.
+    """Return this machine with measured figures. `gpu` is nvidia-smi's name of its GPU, empty if it has none.
 
     Raises UsageError for a GPU that the table does not have.
     """
@@ -151,8 +151,8 @@ def this_machine(gpu: str) -> Device:
 def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device:
     """Return a machine with `total` and `free` bytes of memory: the table's row for its GPU, or the processor alone.
 
-    `free` is what a server can get, within the container's limit. `bandwidth` is the processor's memory bandwidth in
-    bytes a second, None if it is not known. Raises UsageError for a GPU that the table does not have.
+    `free` is the memory that a server can get, within the container's limit. `bandwidth` is the processor's memory
+    bandwidth in bytes a second, None if it is not known. Raises UsageError for a GPU that the table does not have.
     """
     size = _measured(total / GIB, "/proc/meminfo MemTotal")
     resident = _measured((total - free) / GIB, "MemTotal - MemAvailable, within the container's limit")
@@ -182,7 +182,7 @@ def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device
 
 
 def copy_speed() -> float:
-    """Measure the bytes a second that this machine's memory reads and writes, with one thread per core."""
+    """Measure the bytes a second that memory reads and writes, with a thread per core, at most COPY_THREADS."""
     cores = min(COPY_THREADS, len(os.sched_getaffinity(0)))
     pairs = [(ctypes.create_string_buffer(COPY_BYTES), ctypes.create_string_buffer(COPY_BYTES)) for _ in range(cores)]
 

@@ -16,7 +16,7 @@ from sparkforge.plan.speed import Against, Comparison
 
 
 class Asked(Record):
-    """The requested workload. `kv` is bf16 or fp8; auto is the model's own, bf16."""
+    """The requested workload. `kv` is bf16 (also for `auto`) or fp8."""
 
     context: int
     concurrency: int
@@ -24,7 +24,7 @@ class Asked(Record):
 
 
 class ModelRow(Record):
-    """The model; in bytes, `computed` is the sum of its parts, and `on_disk` the checkpoint's size if it is known."""
+    """The model. In bytes, `computed` is the sum of its parts, `on_disk` the checkpoint's size (None: not known)."""
 
     name: str
     source: str
@@ -75,7 +75,7 @@ class DecodeRow(Record):
 
 
 class FormatRow(Record):
-    """Dense layers in one format: a token of one user reads `bytes`, and bf16 would take `freed_bytes` more memory.
+    """Dense layers in one format. One user's token reads `bytes`; bf16 would take `freed_bytes` more memory.
 
     For each number of `users`, `each` is the upper bound of tokens per second of one user (None: not known), and
     `forecasts` has the times of a step's parts with our kernels. `kv_tokens` is the number of tokens that the freed
@@ -118,9 +118,9 @@ class PrefillRow(Record):
 
 
 class SpeculationRow(Record):
-    """A draft with `batch` sequences at once. `break_even`: the tokens that a step must gain before a draft pays.
+    """A draft with `batch` sequences at once. A step must gain more than `break_even` tokens for a speedup.
 
-    `gains` are speeds relative to decoding without the draft, one for each of `accepted`; None: not known, or more
+    `gains` are the speedups over decoding without the draft, one for each of `accepted`; None: not known, or more
     tokens than the draft proposes.
     """
 

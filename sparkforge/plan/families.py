@@ -41,7 +41,7 @@ class Reason(Record):
 
 
 class Stored(Record):
-    """The formats of a checkpoint of one quantisation method: of its experts, and of its other layers but the head."""
+    """A checkpoint's formats with one quantisation method: of experts, and of all other layers except the LM head."""
 
     experts: Form = "bf16"
     dense: Form = "bf16"
@@ -50,8 +50,9 @@ class Stored(Record):
 class PartRow(Record):
     """Weights of one kind over all layers: formulas of the elements in `form` (`count`) and of those in bf16 (`plain`).
 
-    `form` is the format of the experts, of the dense layers (a server may quantise `attention` further), or bf16, which
-    `router` means too. Embedding and LM head are the same in all families, so no row has them.
+    The form `experts` is the experts' format; `attention` and `dense` are that of the dense layers, but a server may
+    quantise `attention` further; `router` and `bf16` are bf16. Embedding and LM head are the same in all families, so
+    no row has them.
     """
 
     name: str
@@ -61,7 +62,7 @@ class PartRow(Record):
 
 
 class Sizes(Record):
-    """Formulas of keys of config.json and of sizes above them; a formula that is only a key needs a value above 0."""
+    """Formulas over keys of config.json and the sizes above; a formula that is a single name needs a value above 0."""
 
     hidden: Formula = "hidden_size"
     layers: Formula = "num_hidden_layers"
@@ -81,15 +82,15 @@ class Sizes(Record):
     window: Formula = "0"
     kv_elements: Formula = "2 * kv_heads * head_dim"  # of a token in a full or sliding layer's KV cache
     score_flops: Formula = "4 * heads * head_dim"  # of attention for a pair of tokens in one layer
-    state: Formula = "0"  # bytes that a sequence takes in all linear layers, however long it is
+    state: Formula = "0"  # bytes of a sequence of any length in all linear layers
 
 
 class Experts(Record):
     """The routed experts as vLLM's FusedMoEConfig names them, and the backend expected for them.
 
-    `selector` is vLLM's function that selects a backend: its module of fused_moe/oracle, named as the experts' format;
-    its name; the keys of weights and activations. `backends`: compute capability → stack → what it must return there;
-    `why` has the reason. `methods` are vLLM's names of the quantisation method that the model must have; empty: any.
+    `selector` names vLLM's function that selects a backend: its module in fused_moe/oracle, which is named after the
+    experts' format; the function; the keys of weights and activations. `backends`: compute capability → stack → the
+    expected result; `why` has the reason. `methods` are vLLM's names of the allowed quantisation methods; empty: any.
     `ours`: serve profile → why a server with it runs MXFP4 experts on our kernels.
     """
 
@@ -107,8 +108,8 @@ class Chat(Record):
     """The family's message format.
 
     With `asks_for_reasoning`, --reasoning-parser is passed; otherwise vLLM chooses the parser by the model. `tokens`
-    are the token ids that start-up requests (serve/proof.py) force by a logit bias. Without them no forced request and
-    no canary is sent, and each chat gets the keys of `request`, so that the answer begins with what a grammar forces.
+    are the token ids that start-up requests (serve/proof.py) force by a logit bias. Without `tokens`, no forced request
+    and no canary is sent, and each chat gets the keys of `request`, so that a grammar applies from the first token.
     """
 
     tokenizer: str
@@ -121,7 +122,7 @@ class Chat(Record):
 
 
 class Family(Record):
-    """One row. `without` lists a serve profile's flags and variables to leave out, as they are for other experts.
+    """One row. `without` lists flags and variables of serve profiles to leave out, because they are for other experts.
 
     `served` is the default model. `sinks`: whether attention has sinks. `attention_backends` are those that vLLM may
     select on 12.x; empty: no claim. `tiny` names the tiny checkpoint that tests the family without hardware, empty for
@@ -143,7 +144,7 @@ class Family(Record):
     parts: tuple[PartRow, ...]
 
     def flags(self) -> dict[str, Reason]:
-        """The flags of vLLM that the family needs in addition to a serve profile's."""
+        """The vLLM flags that the family needs in addition to those of a serve profile."""
         flags = {"--tool-call-parser": self.chat.tool_call_parser}
         return flags | ({"--reasoning-parser": self.chat.reasoning_parser} if self.chat.asks_for_reasoning else {})
 
@@ -213,7 +214,7 @@ def method_of(config: Mapping[str, Any]) -> str:
 
 
 def evaluate(formula: str, value: Callable[[str], int | None]) -> int | None:
-    """Return the value of a formula of numbers, names, + - * //, `a or b` (the first that exists), `a if b else c`.
+    """Return the value of a formula of numbers, names, + - * //, `a or b` (the first known value), `a if b else c`.
 
     `value` returns the value of a name, None if it does not exist. Raises ValueError for other syntax, KeyError with
     the name for arithmetic with a missing value.

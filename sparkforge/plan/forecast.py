@@ -13,7 +13,7 @@ from sparkforge.plan.budget import Workload
 from sparkforge.plan.devices import Device
 from sparkforge.plan.roofline import Work
 
-TILE = 64  # tokens in our kernel's widest tile; an expert that more tokens chose is read again
+TILE = 64  # tokens in our kernel's widest tile; an expert with more tokens is read once per tile
 
 
 class Forecast(Record):
@@ -36,7 +36,7 @@ def few_tokens(model: Architecture, device: Device) -> int | None:
 
 
 def step(model: Architecture, device: Device, work: Work, link: float = 0.0) -> Forecast | None:
-    """Return the forecast of `work`; None without our experts' kernels, or for attention that was not measured."""
+    """Return the forecast of `work`; None if our kernels do not run the experts, or the attention was not measured."""
     kernels, bf16 = device.kernels, device.flops("bf16")
     if kernels is None or bf16 is None or model.experts_form != "mxfp4" or model.latent or model.linear_layers:
         return None
@@ -52,6 +52,6 @@ def step(model: Architecture, device: Device, work: Work, link: float = 0.0) -> 
 
 
 def prefill_seconds(model: Architecture, device: Device, prompt: int, load: Workload) -> float | None:
-    """Return the seconds until one prompt of `prompt` tokens has its first token."""
+    """Return the seconds until one prompt of `prompt` tokens has its first token; None where `step` returns None."""
     steps = [step(model, device, work) for work in roofline.prefill(model, prompt, 1, load)]
     return sum(part.seconds if part else 0.0 for part in steps) if all(steps) else None

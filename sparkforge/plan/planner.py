@@ -33,7 +33,7 @@ from sparkforge.plan.speed import CitedFigure, Measured
 
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
 USERS = (1, 4, 16, 64)  # of the tables of formats, of profiles and of speculation
-ACCEPTED = (1.7, 2.4, 3.2, 4.4, 6.3)  # tokens that a step gains on average, the model's own among them
+ACCEPTED = (1.7, 2.4, 3.2, 4.4, 6.3)  # average tokens gained per step, including the model's own
 PROMPTS = (1024, 8192)  # of the prefill table, besides the context
 MOST_DRAFTED = 32  # tokens a step; published drafts propose up to 16
 MOST_SEQUENCES = 100_000
@@ -91,7 +91,7 @@ def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
 def read_load(
     request: PlanRequest, model: Architecture, device: Device, profiles: Mapping[str, ServerOptions]
 ) -> Workload:
-    """Return what is to be served. Raises UsageError for an impossible option."""
+    """Return the workload. Raises UsageError for an impossible option, InputError for a malformed profile."""
     lengths = [profiles[name].longest(model.longest) for name in device.profiles if name in profiles]
     usual = min(DEFAULT_CONTEXT, max(lengths, default=model.longest), model.longest)
     context = parse_whole(request.context or str(usual), "--context", 1, model.longest)
@@ -116,9 +116,10 @@ def read_draft(name: str, subject: Subject) -> Draft | None:
 
 
 def read_device(name: str, resident: str, gpu: str) -> Device:
-    """Return the device, with `resident` GB (10^9 bytes) in use by others unless that is empty.
+    """Return the device; unless `resident` is empty, other programs use that many GB (10^9 bytes) of its memory.
 
-    `gpu` is the name of this machine's GPU, for the device `this`. Raises UsageError.
+    `gpu` is the name of this machine's GPU, for the device `this`. Raises UsageError for an unknown device or GPU, or
+    an invalid `resident`.
     """
     device = devices.this_machine(gpu) if name == devices.THIS else devices.named(name)
     if not resident:
@@ -143,13 +144,13 @@ def make_plan(
 ) -> Plan:
     """Return the plan; `figures` are published by others. With `request.nodes` it also covers that many machines.
 
-    Raises InputError for a table that is malformed, UsageError for several machines of a device whose network is not
+    Raises InputError for a malformed table, UsageError for an invalid `request.nodes` or a device whose network is not
     known.
     """
     nodes = parse_whole(request.nodes, "--nodes", 2, cluster.MOST_NODES) if request.nodes else 0
     model = subject.model
     verdicts = choose.verdicts(model, device, load, profiles)
-    # The most cautious one comes first.
+    # The verdicts are in order of caution, the most cautious profile first.
     recommended = next((verdict for verdict in verdicts if not verdict.against), None)
     nearest = recommended or min(verdicts, key=lambda verdict: len(verdict.against), default=None)
     if recommended:  # otherwise a step has vLLM's default size, and as many sequences as requested
@@ -195,7 +196,7 @@ def make_plan(
 
 
 def require_speed(plan: Plan) -> None:
-    """Raise RefusalError if the last measured speed is so far below the plan's that something is broken."""
+    """Raise RefusalError if the last measured speed is below the threshold that indicates a fault (plan.toml)."""
     if slow := next((row for row in plan.measured if row.refused), None):
         why, code = f"{slow.told}; likely: {slow.causes}", "validation.slow"
         raise RefusalError("this machine is far slower than its memory allows", why, "./inv doctor", code=code)
@@ -276,7 +277,7 @@ def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -
 def _advice(
     subject: Subject, device: Device, load: Workload, recommended: ProfileFit | None, nearest: ProfileFit | None
 ) -> str:
-    """Say the next command, or what to change, in one line."""
+    """Return the next command, or the change to make, in one line."""
     model = subject.model
     if not budget.fits(model, device, load):
         name = shlex.quote(subject.recipe or subject.source)

@@ -1,8 +1,8 @@
 """How fast a model can decode and prefill at best: bytes over bandwidth, arithmetic over rate, whichever takes longer.
 
-A ceiling, not a forecast: reading, computing and everything else are assumed to overlap perfectly. It counts all
+The result is a ceiling, not a forecast: memory traffic and arithmetic are assumed to overlap perfectly. It counts all
 weights that a step touches, the keys and values that it reads and writes, and the arithmetic of matrix products, but no
-activations, norms, softmax, sampling or launches. Dense layers in fewer bits are read as such and multiplied at the
+activations, norms, softmax, sampling or launches. Quantised dense layers are read in their format and multiplied at the
 rate of bf16, as in weight-only kernels.
 """
 
@@ -27,12 +27,12 @@ def experts_touched(experts: int, top_k: int, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """The least work of a step of `tokens`: bytes of memory traffic, and FLOP by the rate at which they run."""
+    """The least work of a step of `tokens`: bytes of memory traffic, and FLOP at the experts' and the dense rate."""
 
     bytes: float
     expert_flops: float
     dense_flops: float
-    expert_bytes: float = 0.0  # of `bytes`
+    expert_bytes: float = 0.0  # included in `bytes`
     tokens: int = 0
 
 
@@ -46,12 +46,12 @@ class Time:
 
     @property
     def seconds(self) -> float | None:
-        """The longer of the two; None if the bandwidth is not known."""
+        """The longer of memory and compute time; None if the bandwidth is not known."""
         return None if self.memory is None else max(self.memory, self.compute or 0.0)
 
     @property
     def bound(self) -> str:
-        """What the step waits for; with a question mark where the device's rates are not known."""
+        """The limit of the step, memory or compute; with a question mark where the device's figures are not known."""
         if self.memory is None:
             return UNKNOWN
         if self.compute is None:
@@ -60,16 +60,16 @@ class Time:
 
 
 def time(work: Work, device: Device) -> Time:
-    """Return how long `work` takes on `device` at least."""
+    """Return the least time of `work` on `device`."""
     bandwidth, experts, dense = device.bytes_a_second, device.flops(device.experts), device.flops("bf16")
     compute = work.expert_flops / experts + work.dense_flops / dense if experts and dense else None
     return Time(work, work.bytes / bandwidth if bandwidth else None, compute)
 
 
 def decode(model: Architecture, batch: int, load: Workload, touched: float | None = None, *, tokens: int = 1) -> Work:
-    """One step that decodes or verifies `tokens` of each of `batch` sequences, after `load.context` tokens each.
+    """Return the work of a step that decodes or verifies `tokens` of each of `batch` sequences.
 
-    `touched` is the number of experts per layer; None: as with even routing.
+    Each sequence has `load.context` tokens already. `touched` is the number of experts per layer; None: even routing.
     """
     context, kv, dense, rows = load.context, load.kv, load.dense, batch * tokens
     hit = experts_touched(model.experts, model.top_k, rows) if touched is None else touched
@@ -81,7 +81,7 @@ def decode(model: Architecture, batch: int, load: Workload, touched: float | Non
 
 
 def break_even(model: Architecture, device: Device, batch: int, load: Workload, draft: Draft) -> float | None:
-    """Tokens that a sequence must gain per step before `draft` pays: the step's time over that of a step without it.
+    """Tokens per step at which `draft` gives no speedup and no slowdown: the step's time over that without a draft.
 
     The draft's weights are read `draft.passes` times; its arithmetic and its own KV cache are left out. None: the
     bandwidth is not known.
@@ -116,7 +116,7 @@ def prefill(model: Architecture, prompt: int, prompts: int, load: Workload) -> I
 def first_token_seconds(model: Architecture, device: Device, prompt: int, prompts: int, load: Workload) -> float | None:
     """Seconds until the last of `prompts` prompts, sent together, can have its first token.
 
-    None if the device's bandwidth or rates are not known: a prompt's time without its arithmetic says nothing.
+    None if the device's bandwidth or rates are not known: without arithmetic, a prompt's time is meaningless.
     """
     times = [time(work, device) for work in prefill(model, prompt, prompts, load)]
     if any(step.memory is None or step.compute is None for step in times):
@@ -151,7 +151,7 @@ def dense_flops(model: Architecture) -> int:
 
 
 def attention_flops(model: Architecture, first: int, last: int) -> int:
-    """FLOP of scores and weighted sums for the tokens at positions `first` to `last` - 1, which see all before them."""
+    """FLOP of scores and weighted sums for the tokens at positions `first` to `last` - 1, within a layer's window."""
     seen = _seen(last) - _seen(first)
     in_window = _seen(last, model.window) - _seen(first, model.window)
     pairs = model.full_layers * seen + model.sliding_layers * in_window
@@ -159,13 +159,13 @@ def attention_flops(model: Architecture, first: int, last: int) -> int:
 
 
 def _seen(tokens: int, window: int | None = None) -> int:
-    """Sum over the first `tokens` positions of how many tokens each attends to, itself included."""
+    """Return the pairs (token, attended token) of the first `tokens` positions; a token also attends to itself."""
     ramp = tokens if window is None else min(tokens, window)
     return ramp * (ramp + 1) // 2 + (tokens - ramp) * (window or 0)
 
 
 def _pieces(begin: int, end: int, prompt: int) -> Iterator[tuple[int, int]]:
-    """Split a step's tokens by prompts; yields each piece's first and last + 1 position within its prompt."""
+    """Split a step's tokens by prompts; yield each piece's first position in its prompt, and its last plus 1."""
     while begin < end:
         first = begin % prompt
         last = min(prompt, first + end - begin)

@@ -31,7 +31,7 @@ def report(
     """Compute the plan and print it.
 
     `figures` are those of sparkforge/bench/baselines.toml, and `gpu` is the name of this machine's GPU, for the device
-    `this`. Raises InputError and UsageError. After printing, raises RefusalError if the workload does not fit, or if
+    `this`. Raises InputError and UsageError. Raises RefusalError after printing if the workload does not fit, or if
     the last measured speed is far too low.
     """
     device = planner.read_device(request.device, request.resident, gpu)
@@ -149,7 +149,7 @@ def _print_cited(plan: Plan) -> None:
 
 
 def _print_speculation(speculation: Speculation) -> None:
-    """Print how many tokens a step must gain before the draft pays, and the speedup for several numbers of tokens."""
+    """Print the tokens that a step must gain for a speedup, and the speedup for several numbers of tokens."""
     draft = speculation.draft
     rows = list[tuple[str, ...]]()
     for row in speculation.rows:

@@ -19,7 +19,7 @@ ANY_PROMPT = 1024  # tokens, for a source that does not give the prompt's length
 
 
 class SpeedThreshold(Record):
-    """A bound beyond which a speed gives a warning, its reason, and usual causes; below `refuse` it is an error."""
+    """The bound for a warning about a speed, its reason, and usual causes; below `refuse` the speed is an error."""
 
     value: float = Field(gt=0)
     refuse: float = Field(default=0, ge=0)
@@ -31,7 +31,7 @@ Form = Literal["bf16", "fp8", "mxfp8", "mxfp4", "q8_0"]
 
 
 class CitedFormat(Record):
-    """A cited server's formats of attention projections (`dense`), LM head and KV cache; its step size and machines."""
+    """A cited server: its formats of attention projections (`dense`), LM head and KV cache, step size and machines."""
 
     name: str
     dense: Form
@@ -55,7 +55,7 @@ class SpeedThresholds(Record):
 
 
 class Cited(Record):
-    """The model and a word in the GPU's name to which the cited figures apply."""
+    """The model to which the cited figures apply, and a word in the GPU's name."""
 
     model: str
     gpu: str
@@ -72,8 +72,9 @@ class Judging(Record):
 
 @dataclass(frozen=True)
 class Measured:
-    """What `./inv bench.perf` measured: tokens, and medians in milliseconds; `tpot_ms` None for answers of one token.
+    """A result of `./inv bench.perf`: tokens per request, and median times in milliseconds.
 
+    `ttft_ms` is the time to the first token, `tpot_ms` the time per further token (None for answers of one token).
     `where` names the result in messages, if it is not the current one.
     """
 
@@ -86,7 +87,7 @@ class Measured:
 
 
 class Comparison(Record):
-    """A measured figure and its computed bound, with a sentence about both; `causes` only if it is far off."""
+    """A measured figure and its computed bound, with a sentence about both; `causes` only if they differ widely."""
 
     told: str
     measured: float
@@ -96,7 +97,7 @@ class Comparison(Record):
 
 
 def judging() -> Judging:
-    """Read plan.toml. Raises InputError."""
+    """Return the content of plan.toml. Raises InputError."""
     return load(FILE, Judging)
 
 
@@ -109,7 +110,8 @@ def ceiling(model: Architecture, device: Device, batch: int, load: Workload) -> 
 def compare(model: Architecture, device: Device, measured: Measured, served: Workload) -> Iterator[Comparison]:
     """Compare the decode speed per sequence (tokens a second) and the time to the first token (ms) with their bounds.
 
-    `served` has the formats of the server's KV cache and dense layers, and its --max-num-batched-tokens.
+    `served` has the formats of the server's KV cache and dense layers, and its --max-num-batched-tokens. Raises
+    InputError for a malformed `plan.toml`.
     """
     bounds = judging().thresholds
     load = replace(served, context=measured.prompt + measured.answer // 2)
@@ -140,7 +142,7 @@ class CitedFigure(Record):
 
 
 class Against(Record):
-    """A cited figure and the bound that it could reach. All in tokens a second; `share` is cited over computed.
+    """A cited figure and its computed bound, in tokens a second; `share` is cited over computed.
 
     `forecast` is what our kernels should reach in the same formats; None: not computed.
     """
@@ -159,7 +161,7 @@ class Against(Record):
 
 
 def against(model: Architecture, device: Device, figures: Iterable[CitedFigure]) -> list[Against]:
-    """Compare every figure of a Spark with its bound. Raises InputError for a malformed `plan.toml`."""
+    """Return the comparison of each figure of a Spark with its bound. Raises InputError for a malformed `plan.toml`."""
     formats = {row.name: row for row in judging().formats}
     comparisons = []
     for figure in figures:

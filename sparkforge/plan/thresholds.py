@@ -1,6 +1,6 @@
-"""The least memory that must stay available (thresholds.toml), for plans and for the guard that watches a server.
+"""The memory that must stay available (thresholds.toml), for plans and for the guard that watches a server.
 
-This module imports the standard library only, as the guard does.
+The guard imports this module, so it depends on the standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Thresholds:
     grace_seconds: float
 
     def end_below(self, total: int) -> int:
-        """Bytes available, of `total`, below which the server is asked to end. A plan leaves this much free."""
+        """Bytes available, of `total`, below which the server is sent SIGTERM. A plan leaves this much free."""
         return int(min(self.end_gib * GIB, self.end_share * total))
 
     def kill_below(self, total: int) -> int:
@@ -42,13 +42,13 @@ class Thresholds:
 
 
 def load() -> Thresholds:
-    """Read the table."""
+    """Return the values of the table."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return Thresholds(**{field.name: table[field.name]["value"] for field in fields(Thresholds)})
 
 
 def configured(env: Mapping[str, str]) -> Thresholds | None:
-    """Return the thresholds with VARIABLE's bound; None for 0, no guard. Raises ValueError if it is not GiB."""
+    """Return the thresholds with VARIABLE's bound; None for 0, no guard. Raises ValueError outside 0 to 1024 GiB."""
     text = env.get(VARIABLE, "")
     if not text:
         return load()
