@@ -1,7 +1,7 @@
 """The benchmark without `./inv`, for the container: python -m sparkforge.bench acc | perf | submit TEAM.
 
-The options are those of `./inv bench.*`. BENCH_URL and BENCH_MODEL replace --url and --model; the competition's
-variables work as with `./inv`.
+The options are those of `./inv bench.*`. BENCH_URL and BENCH_MODEL replace --url and --model; the gpt-oss
+competition's variables work as with `./inv`.
 """
 
 import os
@@ -17,7 +17,7 @@ VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL"}
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of all commands; long options may have one dash, as in the competition."""
+    """Return the parser of all commands; long options may have one dash, as in the gpt-oss competition."""
     top = ArgumentParser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, row in NAMES.items():

@@ -1,8 +1,8 @@
-"""A served model's score on a text: bits per byte, byte and word perplexity, by echoed prompt logprobs.
+"""A served model's score on a text: bits per byte, byte and word perplexity, from a prompt's log probabilities.
 
-The definition is the gpt-oss competition's (accuracy_test_alternative.py, 2026-01-20): the text in chunks of 512
-tokens, each sent as a prompt with `echo` and `logprobs`, its first token unscored; with L the sum of all
-natural logprobs,
+The definition is the gpt-oss competition's (accuracy_test_alternative.py, 2026-01-20). The text is split into chunks of
+512 tokens. Each chunk is a prompt of a request with `echo` and `logprobs`, and its first token is not scored. With L
+the sum of all log probabilities (logprobs, natural logarithm),
 
     bits_per_byte = -L / (bytes * ln 2)    byte_perplexity = e^(-L / bytes)    word_perplexity = e^(-L / tokens)
 
@@ -24,7 +24,7 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True)
 class Score:
-    """`total`: sum of natural logprobs over `tokens` tokens of `size` bytes; with `faults` it is invalid."""
+    """The score of a text of `size` bytes: `total` is the sum of `tokens` logprobs. With `faults` it is invalid."""
 
     total: float
     tokens: int
@@ -70,13 +70,13 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
     if tokens := endpoint.tokenize(text):
         return tokens
     endpoint.get("/v1/models")  # raises another error if the server does not answer
-    why = "its /tokenize does not work, which chunks and prompts need"
+    why = "chunks and prompts need its /tokenize, which does not work"
     failure = f"{endpoint.url} does not tokenize"
     raise ServerError(failure, why, "--help   # use a server that does, such as vLLM", code="server.reply")
 
 
 def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
-    """Return a prompt's logprobs but the first, from an answer of one token; NaN if missing. Raises ServerError."""
+    """Return all logprobs of a prompt except the first; NaN for a missing one. Raises ServerError if there are none."""
     try:
         values = answer["choices"][0]["logprobs"]["token_logprobs"]
         generated = int(answer["usage"]["completion_tokens"])

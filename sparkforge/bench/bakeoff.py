@@ -1,4 +1,4 @@
-"""A bake-off of serve profiles: start, proof, gate and load of each in turn, and a ranking of those that pass.
+"""A bake-off: starts each serve profile in turn, runs accuracy gate and load, and ranks the profiles that pass.
 
 Each finished profile is added to the record `bakeoff.json` in the state folder.
 """
@@ -34,7 +34,7 @@ from sparkforge.serve.devices import container, in_environment
 from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.settings import CONTEXT_VARIABLE
 
-# Errors of a trial that count against its profile, except those with these codes, which the machine's state causes.
+# A trial's errors that count against its profile, except errors with MACHINE_CODES, which the machine's state causes.
 PROFILE_ERRORS = (ServerError, RefusalError, BenchmarkError, ProcessError)
 MACHINE_CODES = {"server.running", "server.port", "process.setup"}
 LOG = "server.log"  # a profile's log, in its folder
@@ -51,7 +51,7 @@ class Standing(Record):
 
 
 class BakeOff(Record):
-    """The record of the last bake-off; `settings` are each profile's flags and variables."""
+    """The record of the last bake-off; `settings` has each profile's flags and variables."""
 
     format: Literal["sparkforge-bakeoff/2"] = "sparkforge-bakeoff/2"
     machine: dict[str, Any]
@@ -141,10 +141,10 @@ def _end_running_server(plan: StartPlan, *, may_end: bool) -> None:
 
 
 def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder: Path) -> Standing:
-    """Start a profile, gate it, load it, end it. A failure of the profile itself becomes its standing.
+    """Start a profile's server, run gate and load, and end the server. A failure of the profile becomes its standing.
 
-    Other failures are raised, and ServerError if another command ended the server, because the figures may be of
-    another server.
+    Other failures are raised. If another command ended the server, ServerError is raised, because the figures may be
+    those of another server.
     """
     say(f"— {plan.profile}")
     (folder / LOG).unlink(missing_ok=True)
@@ -172,7 +172,7 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
     if server is None:
         _keep_log(folder, in_container=plan.device in CONTAINERS)
     elif not _end(server, folder):
-        why = f"{plan.profile} gets no standing: the figures may be of another server"
+        why = f"{plan.profile} is not ranked: the figures may be of another server"
         raise ServerError("the trial's server was ended by another command", why, "again", code="server.not-running")
     return standing
 

@@ -41,7 +41,7 @@ class Text(Record):
 
 
 class Reference(Record):
-    """A checkpoint's score on a text: `nats` is the negative sum of its logprobs, `within` the tolerance as a share."""
+    """A checkpoint's score on a text: `nats` is the negative sum of logprobs, `within` the tolerance as a share."""
 
     precision: str = Field(min_length=1)
     nats: float = Field(gt=0)
@@ -52,7 +52,7 @@ class Reference(Record):
     weights_sha256: str = ""
 
     def metrics(self, factor: float) -> dict[str, float]:
-        """Return the figures for `factor` times its nats: all limits come from one sum, so they agree."""
+        """Return the figures for `factor` times `nats`. All limits are computed from this sum, so they agree."""
         return Score(-self.nats * factor, self.tokens, self.size).metrics
 
 
@@ -93,7 +93,7 @@ class AccuracyThreshold(Record):
 
 
 class Canaries(Record):
-    """The questions that a model must answer in the right form."""
+    """The test requests that a model must answer in the right form; `ask` has their names in gate.py."""
 
     model: str
     ask: list[Literal["answers", "first_token", "content", "tool_call"]]
@@ -103,7 +103,7 @@ class Canaries(Record):
 class Competition(Record):
     """The requirements of the gpt-oss competition's boards: one model, one text, and limits.
 
-    `baseline` names cited figures; `boards` are their URLs by shape, isl/osl.
+    `baseline` names cited figures. `boards` has the URLs by shape: input and output length in tokens, isl/osl.
     """
 
     model: str
@@ -146,7 +146,7 @@ class Baselines(Record):
 
 
 def compare_with_competition(metrics: Metrics, figure: CitedFigure | None) -> dict[str, Any]:
-    """Return the keys of a `Result` from the competition's own result files; none without its figure."""
+    """Return the fields of a `Result` that the competition's result files also have; empty without its figure."""
     if figure is None:
         return {}
     median_e2e, throughput = figure.values["median_e2el_ms"], figure.values["tput_per_gpu"]
@@ -158,7 +158,7 @@ def compare_with_competition(metrics: Metrics, figure: CitedFigure | None) -> di
 
 
 def matches(pattern: str, model: str) -> bool:
-    """Tell whether a served model's name, without its folder or organisation, matches a row's pattern."""
+    """Return whether a served model's name, without its folder or organisation, matches a row's pattern."""
     return fnmatchcase(last_part(model), pattern)
 
 
@@ -168,7 +168,7 @@ def load(path: Path = FILE) -> Baselines:
 
 
 def compute_ratios(metrics: Metrics, shape: tuple[int, int, int], figures: list[CitedFigure]) -> list[Ratio]:
-    """Return our figure over the cited one for every figure of the same shape (isl, osl, concurrency)."""
+    """Return the ratio of our figure to each cited figure of the same shape (isl, osl, concurrency)."""
     ours = {name: getattr(metrics, name) for name in ("interactivity", "tput_per_gpu", "output_throughput")}
     ours["median_e2el_ms"], ratios = metrics.e2el_ms.median, []
     for figure in figures:

@@ -1,9 +1,9 @@
-"""Tell whether one measurement is faster than another, or the difference is noise.
+"""Decide whether one measurement is faster than another, or the difference is noise.
 
 Each side is one or more results of the same shape. Intervals are bootstrapped: runs are drawn with replacement, and
-requests within runs. Throughput is compared as tokens over the sum of latencies, which by Little's law is proportional
-to it at the same concurrency, and whose spread one run can show. A single run does not show how runs differ from each
-other, so a difference under FLOOR is not reported.
+requests within runs. Throughput is compared as tokens over the sum of latencies. At equal concurrency this ratio is
+proportional to throughput (Little's law), and a single run shows its spread. A single run does not show the spread
+between runs, so a difference under FLOOR is not reported.
 """
 
 import random
@@ -48,7 +48,7 @@ QUANTITIES: dict[str, tuple[Statistic, bool]] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of B over the same of A, with its 95 % interval; `change` is better, worse or none."""
+    """A quantity's ratio B / A and its 95 % interval; `change` is better, worse or no difference seen."""
 
     quantity: str
     ratio: float
@@ -58,7 +58,7 @@ class Difference:
 
 
 def differences(before: Sequence[Result], after: Sequence[Result]) -> list[Difference]:
-    """Return every quantity that both sides have. Raises UsageError for sides that cannot be compared."""
+    """Return the difference of each quantity that both sides have. Raises UsageError for sides that do not compare."""
     shapes = {f"{r.config.isl}/{r.config.osl} c{r.config.conc} by {r.client.name}" for r in (*before, *after)}
     if len(shapes) > 1:
         problem = "results of different shapes or clients cannot be compared"
@@ -80,7 +80,7 @@ def differences(before: Sequence[Result], after: Sequence[Result]) -> list[Diffe
 
 
 def interval(before: Sequence[Result], after: Sequence[Result], statistic: Statistic) -> tuple[float, float]:
-    """Return the 95 % interval of B over A, which is deterministic."""
+    """Return the ends of the 95 % interval of B / A. The random seed is fixed, so the result is deterministic."""
     rng, ratios = random.Random(0), list[float]()  # noqa: S311 (a bootstrap)
 
     def draw(results: Sequence[Result]) -> float:
@@ -96,7 +96,10 @@ def interval(before: Sequence[Result], after: Sequence[Result], statistic: Stati
 
 
 def print_comparison(before: str, after: str) -> None:
-    """Compare two sides, each one result file or several, comma-separated, and print the table."""
+    """Compare two sides and print the table. A side is one result file, or several separated by commas.
+
+    Raises UsageError for sides that cannot be compared, InputError for a file that is not a result.
+    """
     a, b = ([schema.read(Path(name)) for name in side.split(",") if name] for side in (before, after))
     if not a or not b:
         raise UsageError("two sides are needed", "one of them names no file", EXAMPLE)
@@ -105,4 +108,4 @@ def print_comparison(before: str, after: str) -> None:
         table.add_row(d.quantity, f"{d.ratio:.3f}", f"{d.low:.3f} to {d.high:.3f}", d.change)
     console().print(table)
     if min(len(a), len(b)) < 3:
-        say(f"one run cannot show how runs differ: differences under {FLOOR:.0%} are not reported; give three a side")
+        say(f"fewer than three runs a side: differences under {FLOOR:.0%} may be noise and are not reported")

@@ -23,7 +23,7 @@ INPUTS = ("pins.toml", "locks/embedded.txt", "locks/spark.txt")
 
 
 def describe_server(endpoint: Endpoint) -> ServedModel:
-    """Return the facts of the server; only name and version if this checkout did not start it."""
+    """Return the facts of the server: only name and version, unless this checkout started the server."""
     server = ServedModel(model=endpoint.model, version=endpoint.version())
     record = own_server(endpoint)
     if record is None:
@@ -47,9 +47,9 @@ def own_server(endpoint: Endpoint) -> records.Server | None:
 
 
 def running_server() -> records.Server | None:
-    """Return this checkout's server if its process lives. Raises StorageError for a record that is not ours.
+    """Return this checkout's server if its process runs. Raises StorageError for a record that is not ours.
 
-    It does not check whether a container still runs; the first request shows that.
+    A container is not checked, because the first request shows whether it still runs.
     """
     server = records.read()
     return server if server and (server.container or server.alive) else None

@@ -1,8 +1,8 @@
-"""The accuracy gate: a text's score and canaries; nothing is timed before it passes.
+"""The accuracy gate: a text's score and canaries. Nothing is timed before it passes.
 
-Canaries are single requests, each with a check, whose answers show a broken gpt-oss before the figures do. A wrong
-kernel that still serves shows first in the first token of an answer (vLLM issue 37030: it must be `<|channel|>`), then
-in null content, then in tool calls that are not JSON.
+Canaries are single requests whose answers are checked; they detect a broken gpt-oss earlier than the score does. The
+first symptom of a wrong kernel is the first token of an answer (vLLM issue 37030: it must be `<|channel|>`), the next
+ones are null content and tool calls that are not JSON.
 """
 
 import hashlib
@@ -62,7 +62,10 @@ def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage
 
 
 def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
-    """Score the text, ask the canaries, and return the verdict. Raises BenchmarkError without a threshold for them."""
+    """Score the text, send the canaries, and return the verdict. Raises BenchmarkError if there is no threshold.
+
+    Raises ServerError for a server that does not tokenize.
+    """
     threshold = baselines.threshold(endpoint.model, text.name)
     if threshold is None:
         failure = f"no threshold is known for {endpoint.model} on {text.name}"
@@ -97,7 +100,7 @@ def check_score(score: accuracy.Score, threshold: AccuracyThreshold, text: str) 
 
 
 def bounded(name: str, value: float, limit: float, *, upper: bool) -> ResultCheck:
-    """Check a figure against a limit from above or below; NaN fails."""
+    """Return the check of a figure against an upper or a lower limit; NaN fails."""
     passed = value <= limit if upper else value >= limit
     sign, off = ("≤" if upper else "≥"), abs(value - limit)
     detail = f"{value:.4f} {sign} {limit:.4f}"
@@ -128,7 +131,7 @@ def print_gate(gate: Gate) -> None:
 
 
 def threshold_row(model: str, gate: Gate, size: int, date: str) -> str:
-    """Return a TOML row that makes the gate's score the reference for its model; the text has `size` bytes."""
+    """Return a TOML row with the gate's score as the reference for `model`; the text has `size` bytes."""
     name, nats = last_part(model), (gate.bits_per_byte or 0) * accuracy.LN2 * size
     return (
         f'[[gates]]\nmodel = "{name}"\ntext = "{gate.text}"\nreference = {{ precision = "its serving format", '
@@ -143,7 +146,7 @@ HARMONY = "<|start|>user<|message|>What is the capital of France?<|end|><|start|
 
 
 def ask_canaries(endpoint: Endpoint, names: Sequence[str]) -> list[ResultCheck]:
-    """Ask every canary of `names` and return a check for each."""
+    """Send every canary of `names` and return a check for each."""
     checks = []
     for name in names:
         try:
@@ -157,7 +160,7 @@ def ask_canaries(endpoint: Endpoint, names: Sequence[str]) -> list[ResultCheck]:
 
 
 def answers(endpoint: Endpoint) -> str:
-    """A chat answer has the API's form and counts at least one token."""
+    """Return the fault of a chat answer that lacks the API's form or counts no token; empty for none."""
     response = endpoint.chat(ASK, max_tokens=16, temperature=0)
     counted = response["usage"]["completion_tokens"]
     role = response["choices"][0]["message"]["role"]
@@ -165,14 +168,14 @@ def answers(endpoint: Endpoint) -> str:
 
 
 def first_token(endpoint: Endpoint) -> str:
-    """The first token after a Harmony prompt opens a channel."""
+    """Return the fault if the first token after a Harmony prompt does not open a channel; empty for none."""
     response = endpoint.complete(HARMONY, max_tokens=1, temperature=0, skip_special_tokens=False)
     text = response["choices"][0]["text"]
     return "" if text == "<|channel|>" else f"the first token is {text!r}, not '<|channel|>'"
 
 
 def content(endpoint: Endpoint) -> str:
-    """A chat answer has content with at least one letter."""
+    """Return the fault of a chat answer whose content has no letter; empty for none."""
     choice = endpoint.chat(ASK, max_tokens=TOKENS, temperature=0)["choices"][0]
     text = choice["message"]["content"]
     if text is None or not text.strip():
@@ -181,7 +184,7 @@ def content(endpoint: Endpoint) -> str:
 
 
 def tool_call(endpoint: Endpoint) -> str:
-    """A chat answer calls the offered tool with arguments that are a JSON object with a city."""
+    """Return the fault of an answer that does not call the offered tool with a city, in JSON; empty for none."""
     response = endpoint.chat(proof.ASK, tools=[proof.TOOL], max_tokens=TOKENS, temperature=0)
     return proof.tool_call_fault(response["choices"][0]["message"])
 

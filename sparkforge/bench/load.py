@@ -2,11 +2,11 @@
 
 `conc` requests run at any moment, all streamed, with temperature 0 and ignore_eos; when one ends, the next is sent.
 Prompts have a known length, share no prefix, and are the same for the same seed. No request is repeated; a refused
-request has failed. Silence, the whole load, and the number of pieces are bounded.
+request counts as failed. Silence, the whole load, and the number of an answer's pieces (stream events) have limits.
 
 The figures follow `vllm bench serve` (vllm/benchmarks/serve.py, 0.32.0). ttft: time from sending a request to its first
 piece. itl: time between two pieces. e2el: time to the last piece. tpot: (e2el - ttft) / (tokens - 1). Times start when
-a request is sent, not when it begins to wait for a slot.
+a request is sent; the wait for a slot is not included.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ MOST_TOKENS_A_PIECE = 16  # speculative decoding sends several at once; above th
 
 @dataclass
 class Sample:
-    """One request as its client saw it. Seconds; `start` counts from the load's begin; `pieces` are stream events."""
+    """The client's measurements of a request, in seconds; `start` is relative to the load's start."""
 
     start: float = 0.0
     ttft: float = 0.0
@@ -55,7 +55,7 @@ class Sample:
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def row(self) -> Request:
-        """Return the result's row for it, in milliseconds."""
+        """Return the request's row in a result, in milliseconds."""
         return Request(
             start_ms=round(self.start * 1000, 3),
             ttft_ms=round(self.ttft * 1000, 3),
@@ -113,7 +113,7 @@ def compute_metrics(load: FinishedLoad, config: Config) -> Metrics | None:
 
 
 def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
-    """Return every check of a load; it passed if all are ok."""
+    """Return every check of a load; the load passed if all checks are ok."""
     checks = list[ResultCheck]()
 
     def check(name: str, fault: str, detail: str, **figures: float) -> None:
@@ -140,7 +140,7 @@ def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
     fault = f"the server counted {sent} prompt tokens where {wanted} were sent" if far else ""
     check("every prompt has its length", fault, f"{sent} tokens", value=sent, limit=wanted)
 
-    # At least one piece for every few tokens, and no piece without a token, except for the last.
+    # A piece has at least one token, except for the last piece, and at most MOST_TOKENS_A_PIECE tokens.
     wrong = [s for s in answered if s.output_tokens > MOST_TOKENS_A_PIECE * s.pieces or s.pieces > s.output_tokens + 1]
     counts = f"{wrong[0].output_tokens} tokens and sent {wrong[0].pieces} pieces" if wrong else ""
     fault = f"the server counted {counts} ({len(wrong)} answers)" if wrong else ""
@@ -159,7 +159,7 @@ def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
 
 
 class StreamError(Exception):
-    """A stream is not a complete answer; the message has the reason in a few words."""
+    """The stream was not a complete answer; the message is the reason in a few words."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Prompt:
 def run(endpoint: Endpoint, config: Config, text: str, seconds: float, progress: Progress) -> FinishedLoad:
     """Warm up, then measure unless every warm-up request failed; `progress` is called for each finished request.
 
-    `seconds` is the time limit of the warm-up and of the load. Raises ServerError.
+    `seconds` is the time limit of the warm-up and of the load. Raises ServerError for a server that does not tokenize.
     """
     if config.warmups:
         prompts = draw_prompts(endpoint, config, text, config.warmups, config.seed + 1)
@@ -240,7 +240,7 @@ def require_answers(load: FinishedLoad) -> FinishedLoad:
 
 
 async def _answer(client: httpx.AsyncClient, model: str, prompt: Prompt, sample: Sample) -> str:
-    """Send a prompt and read its answer into `sample`; return why it is no complete answer, empty if it is one."""
+    """Send a prompt and read its answer into `sample`; return the reason if the answer is incomplete, else ""."""
     body = {
         "model": model,
         "prompt": prompt.content,

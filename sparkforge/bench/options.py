@@ -17,7 +17,7 @@ class Option(NamedTuple):
 
     @property
     def help_text(self) -> str:
-        """The help with the variable of the same meaning."""
+        """The help text, with the environment variable that sets the same option."""
         return f"{self.help} [{self.variable}]" if self.variable else self.help
 
 

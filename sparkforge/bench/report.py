@@ -1,7 +1,7 @@
 """Results as tables, in the terminal and on an HTML page. Rich renders both.
 
-A page loads nothing and runs no script. Text of servers and files cannot become markup or steer a terminal, and a URL's
-password is removed, because users share pages. Measured and cited figures never share a table.
+A page loads nothing and runs no script. Text from servers and files cannot become markup or control a terminal, and
+passwords in URLs are removed, because users share pages. Measured and cited figures are never in the same table.
 """
 
 import io

@@ -1,8 +1,8 @@
 """The benchmark commands, from options to files: gate, then load, then tables and report.
 
-A batch runs configurations one after another into a folder; after a kill the next run continues with that folder.
-`batch.json` is written first and identifies the batch; each configuration has its own result file; the last write sets
-`complete`. A result is used again only for the same configurations, server version and client.
+A batch measures several configurations and writes one result file for each into a folder. After a kill, the next run
+continues the batch. `batch.json` identifies the batch: it is written first, and its key `complete` is set last. A
+result is used again only for the same configurations, server version and client.
 """
 
 import itertools
@@ -90,7 +90,7 @@ def batch_folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
     shape = wanted["configs"][0]
     stem = f"batch_isl{shape['isl']}_osl{shape['osl']}_"
     if not fresh:
-        # Not glob, which treats an unreadable folder as empty, so that a second batch would begin.
+        # glob would treat an unreadable folder as empty, and a second batch would begin.
         names = [path.name for path in output.iterdir()] if output.is_dir() else []
         for batch in (output / name for name in sorted(names, reverse=True) if name.startswith(stem)):
             saved = _read_plan(batch)
@@ -186,7 +186,7 @@ class Prepared:
 
 
 def prepare(flags: Mapping[str, Any]) -> Prepared:
-    """Find the server and read the table. Raises UsageError, ServerError, InputError."""
+    """Find the server, the text and the table. Raises UsageError, ServerError, InputError."""
     options, table = BenchSettings(flags), baselines.load()
     endpoint = settings.endpoint(options)
     passage = gate.passage(table, flags.get("text", ""), endpoint.model)
@@ -246,7 +246,10 @@ def run_benchmark(flags: Mapping[str, Any]) -> None:
 
 
 def measure(flags: Mapping[str, Any], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
-    """Run the gate, let `judge` refuse it too, then run and print every configuration. Raises BenchmarkError."""
+    """Run the gate, then measure and print every configuration. `judge` raises an error for a gate that it refuses.
+
+    Raises BenchmarkError for a failed gate, and the errors of `judge` and `prepare`.
+    """
     prepared = prepare(flags)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint)
     limit, name = prepared.settings.number("limit"), _file_name(prepared.settings, configs)
@@ -278,7 +281,7 @@ def _gate(prepared: Prepared) -> Gate:
 
 
 def _record(prepared: Prepared) -> Gate:
-    """Measure without a threshold and print a row for the table; a user who adds this row vouches for the model."""
+    """Measure without a threshold and print a row for the table. A user should add the row only for a correct model."""
     today = datetime.now(UTC).date().isoformat()
     blank = AccuracyThreshold(model="*", text=prepared.passage.name, source="none yet", date=today)
     table = prepared.baselines.model_copy(update={"gates": [blank], "canaries": []})
@@ -290,9 +293,9 @@ def _record(prepared: Prepared) -> Gate:
 
 
 def _file_name(options: BenchSettings, configs: list[Config]) -> str:
-    """Return the name of a single configuration's result. Raises UsageError for one that cannot be used."""
+    """Return the file name of a single configuration's result. Raises UsageError for an invalid name."""
     name = options.text("result_filename").removesuffix(".json") or configs[0].name
-    shown = ascii(name)  # control characters would steer the terminal
+    shown = ascii(name)  # it may contain control characters of a terminal
     if Path(name).name != name or name.startswith("."):
         raise UsageError(f"RESULT_FILENAME={shown} is no file name", "it may not name a folder", "--output FOLDER")
     if not name.isprintable() or len(name.encode()) > LONGEST_NAME:

@@ -24,7 +24,7 @@ PROCESSORS = {"embedded", "docker-cpu"}  # devices that compute without a GPU
 
 
 class Config(Record):
-    """One configuration of server and load. Lengths in tokens."""
+    """One configuration of server and load. Lengths are in tokens."""
 
     model: str
     url: Annotated[str, PlainSerializer(without_passwords, return_type=str)]
@@ -55,7 +55,7 @@ class Config(Record):
 
 
 class ResultCheck(Record):
-    """One check and its result; `value` and `limit` if it is about a figure."""
+    """One check and its result; a check of a figure has `value` and `limit`."""
 
     name: str
     ok: bool
@@ -63,12 +63,12 @@ class ResultCheck(Record):
     value: float | None = None
     limit: float | None = None
     bound: Literal["upper", "lower"] | None = Field(
-        default=None, description="what `limit` is for `value`; null if neither"
+        default=None, description="whether `limit` is an upper or a lower limit of `value`; null without them"
     )
 
     @property
     def label(self) -> str:
-        """Its name for users, with the kind of limit, since a figure may have an upper and a lower one."""
+        """The check's name and the kind of its limit, because a figure may have an upper and a lower limit."""
         return f"{self.name}, {self.bound} limit" if self.bound else self.name
 
 
@@ -85,13 +85,13 @@ class Gate(Record):
     word_perplexity: float | None
     tokens: int
     seconds: float
-    sanity_only: bool = Field(description="no threshold of this very model exists: it only had to beat xz")
+    sanity_only: bool = Field(description="this model has no threshold: it only had to predict better than xz")
     limits: str = Field(default="", description="which limits were used, in words; empty in older results")
     source: str = Field(description="where the thresholds come from")
 
 
 class Request(Record):
-    """One finished request. Milliseconds; `start_ms` counts from the load's begin."""
+    """One finished request. Times are in milliseconds; `start_ms` is relative to the load's start."""
 
     start_ms: float
     ttft_ms: float
@@ -129,7 +129,7 @@ class Metrics(Record):
 
 
 class Ratio(Record):
-    """Our figure against a cited one of the same shape."""
+    """Our figure divided by a cited one of the same shape."""
 
     figure: str
     quantity: str
@@ -168,7 +168,7 @@ class ServedModel(Record):
 
 
 class Result(Record):
-    """One configuration, measured or refused."""
+    """The result of one configuration; it may have failed."""
 
     format: Literal["sparkforge-bench/1"] = "sparkforge-bench/1"
     passed: bool
@@ -194,12 +194,12 @@ class Result(Record):
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons for its failure; empty if it passed."""
+        """The reasons for the result's failure; empty if it passed."""
         return [check.told for check in (*self.gate.checks, *self.checks) if not check.ok]
 
     @property
     def speed(self) -> Measured | None:
-        """Its figures for the comparison with a plan; None if there are none."""
+        """The result's figures for the comparison with a plan; None if it has no figures."""
         c, m = self.config, self.metrics
         if m is None:
             return None
@@ -207,17 +207,17 @@ class Result(Record):
 
     @property
     def digest(self) -> str:
-        """Identity of the content, equal on every machine."""
+        """SHA-256 of the content, equal on every machine."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
 def write(path: Path, result: Result) -> None:
-    """Write a result in one step."""
+    """Write a result atomically."""
     write_json(path, result.model_dump(mode="json"))
 
 
 def read(path: Path) -> Result:
-    """Return a result file. Raises InputError."""
+    """Return the result in a file. Raises InputError."""
     try:
         return Result.model_validate(read_json(path, largest=LARGEST))
     except OSError as error:
@@ -231,7 +231,7 @@ def read(path: Path) -> Result:
 def newest_speed(model: str) -> Measured | None:
     """Return the speed of `model` in the newest passed result of this machine's GPU; None if there is none.
 
-    Unreadable files and other files are skipped, because the folder may contain foreign and incomplete files.
+    Files that are not readable results are skipped, because the folder may contain other and incomplete files.
     """
     newest, date = None, ""
     for file in (paths.state() / "bench").glob("**/*.json"):
@@ -248,5 +248,5 @@ def newest_speed(model: str) -> Measured | None:
 
 
 def finite(value: float) -> float | None:
-    """Return `value`, or None if it is not a finite number, which JSON requires."""
+    """Return `value`, or None if it is not finite, because JSON has no such number."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The configurations to run, from flags, else environment variables (the competition's names), else defaults."""
+"""The configurations to run: from flags, else environment variables (the gpt-oss competition's), else defaults."""
 
 import os
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class BenchSettings:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def text(self, name: str) -> str:
-        """Return a setting."""
+        """Return a setting: its flag, else its environment variable, else its default."""
         option = OPTIONS[name]
         return str(self.flags.get(name) or self.environment.get(option.variable) or option.default)
 
@@ -53,11 +53,14 @@ class BenchSettings:
 
     @property
     def is_batch(self) -> bool:
-        """Tell whether flags give a shape, which then runs with all its concurrencies."""
+        """Whether flags give a shape, so that all its concurrencies are run."""
         return bool(self.flags.get("isl") and self.flags.get("osl"))
 
     def concurrencies(self, baselines: Baselines) -> list[int]:
-        """Return the concurrencies to run: for a batch --conc's list or the table's row, else the single setting."""
+        """Return the concurrencies to run: for a batch --conc's list or the table's row, else the single setting.
+
+        Raises UsageError for an invalid number or a shape without a row.
+        """
         if not self.is_batch:
             return [self.number("conc")]
         if listed := self.flags.get("conc"):
@@ -66,7 +69,10 @@ class BenchSettings:
 
 
 def endpoint(settings: BenchSettings) -> Endpoint:
-    """Return the endpoint of --url, or of PORT on this machine, with its model, and with its key if it is ours."""
+    """Return the endpoint of --url, or of PORT on this machine, with its model; our own server's also has its key.
+
+    Raises UsageError for an invalid setting, ServerError for a server that does not answer.
+    """
     if not (url := settings.text("url")):
         own = None if settings.text("port") else context.running_server()  # this checkout's server
         port = own.port if own else settings.number("port", most=65535) if settings.text("port") else PORT

@@ -1,4 +1,4 @@
-"""Posts a result to a board: only to a given URL, only a passed result, redacted, and never twice.
+"""Posts a passed result to the URL of a board, without secrets, once per URL.
 
 A post in our JSON form has the result's digest as Idempotency-Key, so that the same command can be run again. The
 result's file is kept.
@@ -44,7 +44,7 @@ class Destination:
     form: str
 
     def is_competition(self, table: Baselines) -> bool:
-        """Tell whether this is the competition's board, or another one that takes the competition's form."""
+        """Return whether this is the competition's board, or another one that takes the competition's form."""
         own = self.to.rstrip("/") in table.competition.boards.values()
         return self.to == BOARD or self.form != JSON or own
 
@@ -156,10 +156,10 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
 
 
 def gradio_row(team: str, result: Result, figure: CitedFigure | None) -> list[str | float]:
-    """Return the columns of the competition's form, with 0 for missing figures as in that form.
+    """Return the columns of the competition's form, with 0 for missing figures. Raises InputError without figures.
 
-    `figure` is the competition's baseline for the result's shape. The form is that of the program gptoss_benchmark (a
-    binary of 2025-12-03) in danielhua23/amdgpu_inferencemax_bounty.
+    `figure` is the competition's baseline for the result's shape. The program gptoss_benchmark (a binary of 2025-12-03
+    in danielhua23/amdgpu_inferencemax_bounty) sends the same form.
     """
     m, gate, cited = result.metrics, result.gate, figure.values if figure else {}
     if m is None:

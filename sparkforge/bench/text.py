@@ -1,6 +1,6 @@
 """The accuracy gate's text that is not in this repository; pins.toml has its source.
 
-Its file is in the state folder, as in its archive, and is checked against its pin whenever it is read.
+The text's file in the state folder equals the file in the archive, and is checked against its pin at every read.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ TIMEOUT = httpx.Timeout(30.0)
 
 
 def path(name: str) -> Path:
-    """Return the path of a text, which may not be fetched yet."""
+    """Return the path of a text. The file exists only after `fetch`."""
     return paths.state() / "texts" / f"{name}.txt"
 
 

@@ -20,14 +20,14 @@ from sparkforge.serve.health import RUN
 REPORT, REFUSED = "validation.json", "refused.json"
 FRAME = 1 << 16  # bytes
 LINES = 100_000  # of the container's log, the last ones
-# The only fields of `docker inspect` that are kept: they say how a container was started and how it ended.
+# The only fields of `docker inspect` that are kept. They show how a container was started and how it ended.
 INSPECT_FIELDS = ("Image", "RestartCount", "Platform", "Created")
 KEPT_CONFIG = ("Image", "User", "Entrypoint", "Cmd")
 KEPT_HOST = (
     *("Memory", "ShmSize", "RestartPolicy", "DeviceRequests", "Runtime", "IpcMode", "ReadonlyRootfs", "PidsLimit"),
 )
 KEPT_MOUNT = ("Type", "Destination", "RW")
-# Variables whose values explain something; of all others only the name is kept.
+# Variables whose values help a diagnosis. Of all other variables, only the names are kept.
 KEPT_VARIABLES = (
     *("SPARKFORGE_", "VLLM_", "CUDA_", "NVIDIA_", "FLASHINFER_", "TORCH_", "TRITON_", "NCCL_", "HF_HUB_OFFLINE="),
     *("TRANSFORMERS_OFFLINE=", "MAX_JOBS=", "OMP_", "PYTHON", "PATH=", "TIKTOKEN_"),
@@ -102,7 +102,7 @@ def _add_container(client: docker.DockerClient, evidence: Evidence) -> None:
 
 
 def _ended(inspected: dict[str, Any]) -> float:
-    """Return when the container's program ended, in Unix time; infinity if the engine does not say."""
+    """Return the Unix time at which the container's program ended; infinity if the engine does not report one."""
     try:
         return datetime.fromisoformat(str(inspected["State"]["FinishedAt"])).timestamp()
     except (KeyError, ValueError, OverflowError):
@@ -110,7 +110,7 @@ def _ended(inspected: dict[str, Any]) -> float:
 
 
 def _read_log(container: str) -> Iterator[bytes]:
-    """Yield the log in pieces of at least FRAME bytes, the last one shorter; the API yields one for every write."""
+    """Yield the log in pieces of at least FRAME bytes, except the last; the API yields a piece for every write."""
     buffer = bytearray()
     with engine.connected() as client:
         for frame in client.api.logs(container, stream=True, follow=False, tail=LINES):
@@ -122,7 +122,7 @@ def _read_log(container: str) -> Iterator[bytes]:
 
 
 def _add_report(client: docker.DockerClient, container: str, inspected: dict[str, Any], evidence: Evidence) -> None:
-    """Add the container's validation report, or the one that a refused container left in its state folder."""
+    """Add the container's validation report, or the report in the state folder of a refused container."""
     environment = (inspected.get("Config") or {}).get("Env") or []
     variables = dict(str(variable).partition("=")[::2] for variable in environment)
     report_path = PurePosixPath(variables.get("SPARKFORGE_RUN") or RUN) / REPORT
@@ -144,7 +144,7 @@ def _add_report(client: docker.DockerClient, container: str, inspected: dict[str
 
 
 def _read_object(client: docker.DockerClient, container: str, path: PurePosixPath, key: str) -> dict[str, Any]:
-    """Return a JSON object out of a container, running or not; with `key` the object under that key."""
+    """Return a JSON object from a file in a container, running or not; with `key` the object under that key."""
     stream, _ = client.api.get_archive(container, str(path))
     data = b""
     for chunk in stream:

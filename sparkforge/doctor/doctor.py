@@ -1,8 +1,8 @@
-"""`./inv doctor`: what is wrong, the first cause first, and the next command. Reads much, changes nothing.
+"""`./inv doctor`: print the problems, causes first, and the next command. It changes nothing.
 
-`--bundle` writes a support archive: what a helper needs, without names, addresses and secrets. Everything in it has
-gone through `sparkforge.core.redact.for_support`; only the beginning and the end of a long log are kept. The same
-evidence gives the same bytes: members in order, times and owners zero.
+`--bundle` writes a support archive for other people, without names, addresses and secrets: its content is redacted by
+`sparkforge.core.redact.for_support`. Only the beginning and the end of a long log are kept. The same evidence gives the
+same bytes: members are sorted, times and owners are zero.
 """
 
 import gzip
@@ -41,9 +41,9 @@ VERDICTS = {
 SCHEMA = 2  # 2: severities are fatal, slow, harmless; places have a context
 MARKS = {Severity.FATAL: "✗", Severity.SLOW: "!", Severity.HARMLESS: "·"}
 PLACES = 3  # of a problem that are printed
-BLOB = re.compile(r"\s*[\w+/=-]{20,}\s*")  # may be part of a key, and explains no error
+BLOB = re.compile(r"\s*[\w+/=-]{20,}\s*")  # such a line may be part of a key, and does not help a diagnosis
 LONGEST = 400  # characters of a text that comes from a file
-# For problems that facts show: how to read the logs of this checkout.
+# The groups of a problem that is found by facts: the command that prints this checkout's logs.
 LOGS = {"log": "./inv logs"}
 CHECK = "validation-check"  # a signature's id, too: logs and reports show the same problem
 TOP = "sparkforge-support"
@@ -64,9 +64,9 @@ things: look through it before you send it.
 
 
 class Place(Record):
-    """The place of a problem: a log and its line, or the source of a fact; the text there, and how often it occurs.
+    """The place of a problem: a log and a line number, or the source of a fact; the text there, and its occurrences.
 
-    `context` are the lines around a fault, redacted.
+    `context` has the lines around a fault, redacted.
     """
 
     source: str
@@ -95,9 +95,10 @@ class Problem(Record):
 
 
 def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
-    """Print the problems, and write the archive if asked. Raises RefusalError for anything but what is harmless.
+    """Print the problems, and write the archive `bundle` if it is named.
 
-    Raises UsageError if it is not a folder, or for a wrong archive name, StorageError for a log that cannot be read.
+    Raises RefusalError for a problem that is not harmless, UsageError if `state` is not a folder or `bundle` is not an
+    archive's name, StorageError for a log that cannot be read or an archive that cannot be written.
     """
     archive = paths.typed(bundle) if bundle else None
     if archive and (not archive.name.endswith((".tar.gz", ".tgz")) or archive.is_dir()):
@@ -124,7 +125,10 @@ def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
 
 
 def gather(log: str, state: str) -> Evidence:
-    """Return the evidence: one log, or state folder, Docker engine and machine. Raises UsageError, StorageError."""
+    """Return the evidence: a single log, or the state folder, the Docker engine and the machine.
+
+    Raises UsageError if `state` is not a folder, StorageError for a log that cannot be read.
+    """
     folder = paths.typed(state).absolute() if state else paths.state()
     if state and not folder.is_dir():
         raise UsageError(f"there is no folder {folder}", "--state names one like .sparkforge", "./inv doctor")
@@ -143,7 +147,7 @@ def gather(log: str, state: str) -> Evidence:
 
 
 def examine(evidence: Evidence, known: Sequence[Signature]) -> list[Problem]:
-    """Return every problem that the evidence shows, those that come earlier in a build or start first."""
+    """Return every problem that the evidence shows, in the order of the stages of a build or start."""
     problems = [
         *_refused_audits(evidence),
         *_failed_checks(evidence),
@@ -151,7 +155,7 @@ def examine(evidence: Evidence, known: Sequence[Signature]) -> list[Problem]:
         *_in_facts(evidence, known),
         *(_of_error(ENGINE, error, question) for question, error in evidence.errors),
     ]
-    if failed := evidence.failure:  # the effect of the others, or the only thing that is known
+    if failed := evidence.failure:  # an effect of the other problems, or the only known problem
         error = SparkforgeError(str(failed.what), str(failed.why), str(failed.fix))
         if error.fix.startswith("./inv doctor"):  # that command runs already
             error.fix = "./inv logs"
@@ -165,7 +169,7 @@ def examine(evidence: Evidence, known: Sequence[Signature]) -> list[Problem]:
 
 
 def ranked(problems: Sequence[Problem]) -> list[Problem]:
-    """Sort by severity, causes before effects, then by discovery. A cause is as severe as the worst of its effects."""
+    """Sort by severity, then causes before effects, then by discovery. A cause ranks as high as its worst effect."""
     linked = [problem.model_copy(update={"causes": _causes(problem, problems)}) for problem in problems]
     direct = {name: {cause for p in linked if p.id == name for cause in p.causes} for name in (p.id for p in linked)}
     roots = {name: causes - {name} for name, causes in direct.items()}  # direct and indirect causes
@@ -213,7 +217,7 @@ def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem
             place = _place(log, event, hit.line, hit.count)
             given = {**hit.groups, "log": log.command}
             yield _of_signature(hit.signature, given, place)
-        if unknown and log.kind != evidences.UNIT:  # a build says itself which unit failed
+        if unknown and log.kind != evidences.UNIT:  # the build reports a failed unit
             again = f"./inv doctor --log {shlex.quote(log.name)}" if log.kind == evidences.NAMED else "./inv doctor"
             yield Problem(
                 id=UNKNOWN,
@@ -236,7 +240,7 @@ def _in_facts(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Proble
 
 
 def _place(log: evidences.Log, event: Event, line: Line, count: int) -> Place:
-    """Return where a line stands; for a fault with the exceptions that led to it and its neighbours."""
+    """Return the place of a line; a fault's context has the exceptions that led to it and the neighbouring lines."""
     context: tuple[str, ...] = ()
     if line.is_fault or line.are_last_words:
         chain = [entry.shown for entry in event.chain(line)[:-1]]
@@ -247,14 +251,14 @@ def _place(log: evidences.Log, event: Event, line: Line, count: int) -> Place:
 
 def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: Place) -> Problem:
     def filled(text: str) -> str:
-        """Replace each `{name}` by its group; one that did not match is empty."""
+        """Replace each `{name}` by the group of that name; a group that did not match is empty."""
         return _short(re.sub(r"\{(\w+)\}", lambda match: groups.get(match[1], ""), text))
 
     return Problem(
         id=signature.id,
         severity=signature.severity,
         what=filled(signature.what),
-        why=filled(signature.why) or "it does not say why",
+        why=filled(signature.why) or "the log gives no reason",
         fix=filled(signature.fix),
         places=(occurrence,),
         follows=signature.follows,
@@ -310,7 +314,7 @@ def _of_error(name: str, error: SparkforgeError, source: str) -> Problem:
 
 
 def _causes(problem: Problem, problems: Sequence[Problem]) -> tuple[str, ...]:
-    """Return the ids of the problems that lead to this one; EVERY means every error that does not follow EVERY."""
+    """Return the ids of the problems that lead to `problem`; EVERY means each fatal one that does not follow EVERY."""
     causes = {*problem.follows} - {EVERY, problem.id}
     if EVERY in problem.follows:
         causes |= {p.id for p in problems if p.severity is Severity.FATAL and EVERY not in p.follows}
@@ -318,7 +322,7 @@ def _causes(problem: Problem, problems: Sequence[Problem]) -> tuple[str, ...]:
 
 
 def _short(value: Any) -> str:
-    """Return a text of a file as one line that cannot disturb a terminal, without a URL's password."""
+    """Return a file's text as one line without control characters and passwords in URLs, at most LONGEST characters."""
     return without_passwords(one_line(str("" if value is None else value)))[:LONGEST]
 
 
@@ -379,13 +383,13 @@ def members(document: Mapping[str, Any], evidence: Evidence) -> dict[str, bytes]
 
 
 def _json(value: Any) -> bytes:
-    # Through JSON first: tuples become lists, which the redaction walks.
+    # Conversion to JSON turns tuples into lists, which `for_support` redacts.
     plain = json.loads(json.dumps(value, default=str))
     return json.dumps(for_support(plain), indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
 
 
 def _name(source: str) -> str:
-    """Return a file's name for a source, redacted; of CONTAINER:PATH only the path's last part."""
+    """Return a redacted file name for a source; CONTAINER:PATH gives the container and the last part of the path."""
     container, colon, path = source.partition(":")
     source = f"{container}_{PurePosixPath(path).name}" if colon else source
     return re.sub(r"[^\w.-]+", "_", for_support(source)).strip("_.") or "unnamed"

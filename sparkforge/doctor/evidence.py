@@ -1,6 +1,6 @@
 """The evidence that `./inv doctor` examines: logs, the validator's report, build manifests, the machine.
 
-Files are read, never changed. What cannot be read is noted in `sources`; no content of a file raises an error.
+Files are never changed. A source that cannot be read is noted in `sources`; no content of a file raises an error.
 """
 
 import os
@@ -31,7 +31,7 @@ HEAD, TAIL = 1 << 16, 1 << 18  # bytes of a log's beginning and end that are kep
 MAX_JSON = 16 << 20
 BUILD_LOGS = 300  # the newest ones; a kernel build leaves one for each unit
 UNIT_LOGS = ("kernels/logs/*.log", "build/vllm/*/logs/*.log")
-# An image build may lose a compiler, try again and succeed: these logs count only with FAILED_BUILD near their end.
+# A compiler may be killed in an image build that then succeeds: these logs count only with FAILED_BUILD near the end.
 IMAGE_LOGS = ("logs/image.log", "logs/compose.log")
 FLEET_LOGS = ("fleet/haproxy.log", "fleet/models/*/up.log", "fleet/models/*/logs/server.log")
 FAILED_BUILD = (b"failed to solve", b"Error response from daemon")
@@ -40,8 +40,8 @@ MANIFESTS = (
     *("*/audit-*.json", "build/vllm/*/audit.json", "up.json"),
     "envs/*/lib/python3*/site-packages/*.dist-info/patches/upstream.json",
 )
-# A stage removes its manifest first and writes it last (sparkforge/core/manifest.py): a folder without its manifest was
-# begun and not finished. Fact → folder, manifest.
+# A stage removes its manifest first and writes it last (sparkforge/core/manifest.py), so a folder without a manifest is
+# that of an unfinished stage. Fact → folder, manifest.
 STAGES = {
     "build.kernels_finished": ("kernels", "kernels/*.manifest.json"),
     "build.vllm_finished": ("build/vllm", "vllm-overlay.manifest.json"),
@@ -52,7 +52,7 @@ EMBEDDED, UNIT, NAMED, OTHER = "embedded server", "compiler", "named", "other"  
 
 @dataclass(frozen=True)
 class EvidenceSource:
-    """A file or program that was asked, and the result: "35 kB, 2 min ago", or why it was not read."""
+    """A file or program, and the result of reading it: "35 kB, 2 min ago", or why it was not read."""
 
     name: str
     note: str
@@ -60,7 +60,7 @@ class EvidenceSource:
 
 
 class Log:
-    """A log that is read once; its ends are kept. `kind` is the program that wrote it, `written` its Unix time."""
+    """A log that is read once; its beginning and end are kept. `written` is the Unix time of the last change."""
 
     def __init__(
         self, name: str, chunks: Callable[[], Iterator[bytes]], *, kind: str = OTHER, written: float = 0.0
@@ -90,7 +90,7 @@ class Log:
         return cls(name_of(path), chunks, kind=kind, written=_modified(path))
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the log's bytes; if reading fails it ends there, and `broken` says why."""
+        """Yield the log's bytes. A failure to read ends the iteration, and `broken` has the reason."""
         try:
             for chunk in self._chunks():
                 self.size += len(chunk)
@@ -105,7 +105,7 @@ class Log:
     def excerpt(self) -> bytes:
         """Return the whole log if it is short, else its beginning and its end, in whole lines.
 
-        A line that is cut could begin in the middle of a secret, which the redaction would not recognise.
+        A cut line could begin in the middle of a secret, and the redaction would not recognise the rest.
         """
         if self.size <= TAIL:
             return self.tail
@@ -119,8 +119,8 @@ class Log:
 class Evidence:
     """All evidence. `facts` is a flat table for the signatures, `fact_sources` the source of each.
 
-    `reports` are the validator's, `documents` other JSON files, by name; `containers` serve a fleet's models; `errors`
-    are the Docker engine's, each with its question; `machine` and `inspected` go into a support archive unchanged.
+    `reports` are the validator's, `documents` other JSON files, by name. `containers` serve a fleet's models. `errors`
+    are the Docker engine's, each with the command. `machine` and `inspected` are for the support archive.
     """
 
     logs: list[Log] = field(default_factory=list)
@@ -166,7 +166,7 @@ def collect_state(state: Path) -> Evidence:
     record_path = state / record.record_path().name
     try:
         evidence.server = record.read(record_path)
-    except StorageError as error:  # somebody else may have written it
+    except StorageError as error:  # such as a record of another user
         evidence.add_source(name_of(record_path), f"not believed: {error.why}", read=False)
     _add_build_logs(state, evidence)
     _add_manifests(state, evidence)
@@ -187,7 +187,7 @@ def collect_state(state: Path) -> Evidence:
 
 
 def add_machine(evidence: Evidence) -> None:
-    """Add facts of this machine as the validator reads them. Takes 8 s at most."""
+    """Add the validator's facts about this machine. Takes 8 s at most."""
     for name, fact in sorted(machine_facts().items()):
         if not name.startswith(("serve.", "python.")):  # these describe a server that is about to start
             evidence.machine[name] = asdict(fact)
@@ -196,17 +196,17 @@ def add_machine(evidence: Evidence) -> None:
 
 
 def machine_facts() -> Mapping[str, Fact]:
-    """Return them; what cannot be read is a fact without a value."""
+    """Return the validator's facts about this machine; a fact that cannot be read has no value."""
     return gather(Target(Options(), ""), (machine.READINGS, gpu.SMI_READINGS, gpu.CUDA_READINGS))
 
 
 def name_of(path: Path) -> str:
-    """Return a path as a person in the checkout would type it."""
+    """Return a path relative to the checkout if it is inside."""
     return str(path.relative_to(paths.ROOT)) if path.is_relative_to(paths.ROOT) else str(path)
 
 
 def ago(time_: float) -> str:
-    """Say how long ago a Unix time was."""
+    """Return the time since a Unix time as text, such as "2 h ago"."""
     seconds = max(0.0, time.time() - time_)
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -215,7 +215,7 @@ def ago(time_: float) -> str:
 
 
 def size(count: int) -> str:
-    """Say a number of bytes."""
+    """Return a number of bytes as text, such as "35.0 kB"."""
     for unit, length in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= length:
             return f"{count / length:.1f} {unit}"
@@ -223,7 +223,7 @@ def size(count: int) -> str:
 
 
 def _open_file(path: Path) -> BinaryIO:
-    """Open a regular file. Raises OSError, for a pipe or device too: those may wait or go on for ever."""
+    """Open a regular file. Raises OSError, also for a pipe or device, because reading one may never end."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except ValueError as error:  # a NUL in the name
@@ -235,7 +235,7 @@ def _open_file(path: Path) -> BinaryIO:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object. Raises OSError, or ValueError for one that is broken, too large or no object."""
+    """Return a file's JSON object. Raises OSError; ValueError if the JSON is broken, too large or not an object."""
     value = files.read_json(path, largest=MAX_JSON, finite=False)
     if not isinstance(value, dict):
         raise ValueError("it holds no object")  # noqa: TRY004 - callers take ValueError for every broken file
@@ -243,7 +243,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _modified(path: Path) -> float:
-    """Return the Unix time of the last change; 0 for a file that has been removed by now."""
+    """Return the Unix time of the last change; 0 for a file that does not exist any more."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -251,7 +251,7 @@ def _modified(path: Path) -> float:
 
 
 def _usable(path: Path, evidence: Evidence) -> bool:
-    """Tell whether a file can be read and is not older than the `./inv up` that failed last; note why if it is not."""
+    """Return whether a file can be read and is not older than the last failed `./inv up`; note the reason if not."""
     try:
         _open_file(path).close()
         written = _modified(path)

@@ -54,7 +54,7 @@ class Kind(StrEnum):
 
 
 class Seen(Record):
-    """The description of a problem: a URL or a page of ours, and the date of that description."""
+    """A description of a problem: its URL or our page, and its date."""
 
     where: str
     date: dt.date | None = None
@@ -64,14 +64,14 @@ class Seen(Record):
 
 
 class FactCondition(Record):
-    """A condition on a fact: of the same type as and equal to `equal`, or a number within the bounds."""
+    """A condition on a fact: it has the type and value of `equal`, or is a number within the bounds."""
 
     equal: bool | int | float | str | None = Field(default=None, alias="is")
     at_least: float | None = None
     below: float | None = None
 
     def holds(self, value: Any) -> bool:
-        """Tell whether a fact's value is so; an unknown one (None), or one of another type, is not."""
+        """Return whether a fact's value meets the condition; an unknown value (None) or another type does not."""
         if self.equal is not None:
             return type(value) is type(self.equal) and bool(value == self.equal)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -115,7 +115,7 @@ class Signature(Record):
         return bool(self.line or self.xid or self.cuda or self.signal)
 
     def match(self, line: Line) -> dict[str, str] | None:
-        """Return the named groups of a line that shows this; None if the line is about something else."""
+        """Return the named groups of a line that shows this problem; None for any other line."""
         if not self._reads(line) or (self.block and "next" not in line.parts):
             return None
         numbers = ((self.xid, line.xid), (self.cuda, line.cuda), (self.signal, line.signal))
@@ -127,7 +127,7 @@ class Signature(Record):
         return {name: value or "" for name, value in match.groupdict().items()} if match else {}
 
     def _reads(self, line: Line) -> bool:
-        """Tell whether lines of that level count."""
+        """Return whether a line of this level can show the problem."""
         if line.level == "FOREIGN":
             return False
         if self.info or self.severity is not Severity.FATAL:
@@ -135,7 +135,7 @@ class Signature(Record):
         return not (line.quiet or (line.level == "WARNING" and not self.warning) or NOISE.search(line.text))
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
-        """Tell whether the facts show this."""
+        """Return whether the facts show this problem."""
         return bool(self.facts) and all(condition.holds(facts.get(name)) for name, condition in self.facts.items())
 
 
@@ -147,7 +147,7 @@ class SignatureTable(Record):
 
 @dataclass
 class Hit:
-    """A signature that a log shows: the first line, the groups of that line, and how often."""
+    """A signature that a log shows: the first line, the groups of that line, and the number of such lines."""
 
     signature: Signature
     line: Line
@@ -156,18 +156,18 @@ class Hit:
 
 
 def load(path: Path = TABLE) -> tuple[Signature, ...]:
-    """Read every signature. Raises InputError for a file that cannot be read or is malformed."""
+    """Return every signature. Raises InputError for a file that cannot be read or is malformed."""
     return tables.load(path, SignatureTable).signature
 
 
 def recognise(event: Event, known: Sequence[Signature]) -> tuple[list[Hit], Line | None]:
-    """Return what an event shows, by line, and the decisive line if it shows a fault and no known cause."""
+    """Return the hits of an event in the order of its lines, and the decisive line if no known problem explains it."""
     hits = sorted((hit for signature in known for hit in _hits(event, signature)), key=lambda hit: hit.line.number)
     hits = [
         hit for hit in hits if not any(h.line is hit.line and h.signature.id in hit.signature.follows for h in hits)
     ]
     decisive = event.decisive
-    if decisive is None:  # what a start or download overcame is no reason why it failed
+    if decisive is None:  # the start or download recovered from these errors, so they did not cause a failure
         hits = [hit for hit in hits if hit.signature.severity is not Severity.FATAL or not hit.line.harmless]
     fatal = [hit.signature for hit in hits if hit.signature.severity is Severity.FATAL]
     caused = any(EVERY not in signature.follows and not signature.alone for signature in fatal)
@@ -175,7 +175,7 @@ def recognise(event: Event, known: Sequence[Signature]) -> tuple[list[Hit], Line
     unknown = None if caused or named or decisive is None or CONSEQUENCE.search(decisive.text) else decisive
     if caused or unknown:
         hits = [hit for hit in hits if not hit.signature.alone]
-    elif any(hit.signature.alone for hit in hits):  # the death itself is all there is
+    elif any(hit.signature.alone for hit in hits):  # the log shows the end of the process, but no cause
         hits = [hit for hit in hits if hit.signature.alone or EVERY not in hit.signature.follows]
     elif decisive and not any(hit.signature.severity is Severity.FATAL for hit in hits):
         unknown = decisive

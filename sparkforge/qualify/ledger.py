@@ -1,4 +1,4 @@
-"""The hardware ledger (hardware.toml): its reader."""
+"""Reads the hardware ledger (hardware.toml)."""
 
 from pathlib import Path
 from typing import Literal
@@ -60,5 +60,5 @@ class Ledger(Record):
 
 
 def load(file: Path = FILE) -> Ledger:
-    """Read the ledger. Raises InputError."""
+    """Return the ledger. Raises InputError."""
     return tables.load(file, Ledger)

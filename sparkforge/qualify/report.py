@@ -1,6 +1,6 @@
 """`./inv qualify`: runs every part, continues a killed run, and writes one report.
 
-A part returns outcomes, and names the measurements that could not run.
+A part returns an outcome for each measurement, also for one that could not run.
 """
 
 import hashlib
@@ -43,15 +43,15 @@ from validate.facts.fact import load_sheet
 HELD: Literal["held"] = "held"
 DIFFERS: Literal["differs"] = "differs"
 COULD_NOT_RUN: Verdict = "could not run"
-PASSED: dict[Status, Verdict] = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RUN}  # other checks differ
+PASSED: dict[Status, Verdict] = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RUN}  # all others: DIFFERS
 CONCURRENCIES = (1, 4, 16)
 SHAPES = {GPU: (1024, 256), EMBEDDED: (64, 16)}  # tokens in and out of a request of the load; a CPU is slow
 WORKING_GIB = 16.0  # for the tiny server's processes, and for the memory that the test takes
 LEAST_SHARE = 0.1  # share of the GPU's memory with which the tiny server starts
-OVERSHOOT_GIB = 4.0  # this far below the bound the test stops, so that a failed guard does not freeze the machine
-GUARD_SECONDS = 120.0  # to take the memory; taking 16 GiB takes seconds
-END_SECONDS = 15.0  # for a server that was told to end
-# Takes CUDA memory in pieces, and prints when MemAvailable is below the bound.
+OVERSHOOT_GIB = 4.0  # the test stops this far below the bound, so that a failed guard does not freeze the machine
+GUARD_SECONDS = 120.0  # to allocate the memory; 16 GiB take seconds
+END_SECONDS = 15.0  # for the server to end after SIGTERM
+# Allocates CUDA memory in pieces, and prints the time when MemAvailable falls below the bound.
 HOG = """
 import sys, time
 import torch
@@ -71,7 +71,7 @@ while True:
 
 
 class Outcome(Record):
-    """The result of one measurement or check: verdict, sentence, figure if there is one, and model."""
+    """The result of one measurement or check: verdict, evidence as a sentence, a figure (None: none), and model."""
 
     verdict: Verdict
     evidence: str
@@ -81,7 +81,7 @@ class Outcome(Record):
 
 @dataclass(frozen=True)
 class Qualification:
-    """The parts' inputs: the tiny model's device, the user's model's device if any, and a load's tokens in and out."""
+    """The parts' inputs: the devices of the tiny and the user's model (None: none), and a load's tokens in and out."""
 
     tiny: InEnvironment
     model: InEnvironment | None
@@ -122,12 +122,12 @@ def machine(qualification: Qualification) -> Outcomes:
 
 
 def kernels(qualification: Qualification) -> Outcomes:
-    """Compile and audit FlashInfer's modules, or use those that `prepare` has made."""
+    """Report that FlashInfer's modules are compiled and audited, which `prepare` has done."""
     capability = getattr(qualification.tiny, "capability", None)
     if capability is None or not capability.flashinfer:
         why = "the experts of this device are not FlashInfer's, so none of its modules is compiled"
         return {"kernels": Outcome(verdict=COULD_NOT_RUN, evidence=why)}
-    # `prepare` raises for a failed compilation or audit, so this part is reached with both done.
+    # `prepare` raises an error for a failed compilation or audit, so both succeeded.
     seconds = qualification.tiny.steps.seconds.get("kernels", 0.0)
     evidence = f"compiled, or unchanged, and audited for {capability.architecture} in {seconds:.0f} s"
     return {"kernels": Outcome(verdict=HELD, evidence=evidence, figure=seconds)}
@@ -148,7 +148,7 @@ def _serving(device: InEnvironment, environment: Mapping[str, str] | None = None
 
 
 def tiny(qualification: Qualification) -> Outcomes:
-    """Serve the tiny model; its first answers must be the recorded ones."""
+    """Serve the tiny model and compare its first answers with the recorded ones. Raises ServerError if they differ."""
     with _serving(qualification.tiny) as server:
         difference = first_answers.compare(server.endpoint)
     evidence = (
@@ -159,7 +159,7 @@ def tiny(qualification: Qualification) -> Outcomes:
 
 
 def guard(qualification: Qualification) -> Outcomes:
-    """Take CUDA memory beside the tiny server until its guard ends it, with a bound well above the usual one."""
+    """Allocate CUDA memory until the memory guard ends the tiny server; the guard's bound is higher than usual."""
     device, machine_memory = qualification.tiny, psutil.virtual_memory()
     why = "there is no CUDA memory here; lab/memory_guard.py tests the guard with a server's own memory"
     if device.name == GPU:
@@ -196,7 +196,7 @@ def guard(qualification: Qualification) -> Outcomes:
 
 
 def model(qualification: Qualification) -> Outcomes:
-    """Start the user's model, gate it, and load it; its speed is compared with the plan's ceiling."""
+    """Start the user's model, run gate and load, and compare the speed with the plan's ceiling."""
     names = ("model-start", "gate", *(f"speed-{count}" for count in CONCURRENCIES), "power")
     device = qualification.model
     if device is None:
@@ -239,7 +239,7 @@ def model(qualification: Qualification) -> Outcomes:
 
 
 def against_plan(view: View, measured: speed.Measured) -> Outcome:
-    """Compare the decode speed with what the plan computes for this GPU."""
+    """Return the outcome of comparing a measured speed with the plan's bounds for this GPU."""
     told = f"{1000 / measured.tpot_ms:.1f} tok/s each" if measured.tpot_ms else "no token but the first"
     try:
         device = None if view.is_none("gpu.name") else devices.by_gpu(view.text("gpu.name"))
@@ -289,7 +289,7 @@ PARTS: dict[str, Callable[[Qualification], Outcomes]] = {
 
 
 def run_part(name: str, qualification: Qualification) -> Outcomes:
-    """Run a part. An error becomes an outcome with the part's name, so the next parts still run."""
+    """Run a part. A SparkforgeError becomes an outcome of the part, so that the next parts still run."""
     try:
         return PARTS[name](qualification)
     except SparkforgeError as error:
@@ -298,7 +298,7 @@ def run_part(name: str, qualification: Qualification) -> Outcomes:
         return {names.get(name, name): Outcome(verdict=DIFFERS, evidence=f"{error.what}: {error.why}")}
 
 
-CAPABILITY = "12.1"  # of a GB10: reports of other GPUs settle nothing
+CAPABILITY = "12.1"  # of a GB10; a report of another GPU does not settle a claim
 
 
 class RowResult(Record):
@@ -368,7 +368,7 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
     made_of = [facts["gpus"], facts["commit"], qualification.tiny.plan, qualification.tiny.python, named]
     inputs = hashlib.sha256(repr(made_of).encode()).hexdigest()
     finished: dict[str, PartResult] = {}
-    with suppress(OSError, ValueError):  # none yet, or a damaged one
+    with suppress(OSError, ValueError):  # the file is missing or damaged
         earlier = Progress.model_validate(read_json(progress))
         finished = dict(earlier.parts) if earlier.inputs == inputs and not again else {}
     for name in PARTS:
@@ -426,7 +426,7 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
 
 
 def print_report(report: Report) -> None:
-    """Print the rows, and how many held."""
+    """Print the rows, and the number of each verdict."""
     width = max(len(row.id) for row in report.rows)
     for row in report.rows:
         echo(f"{row.verdict:<13} {row.id:<{width}}  {row.evidence}")

@@ -1,1 +1,1 @@
-"""Several models behind one URL: fleet.toml, the plan of their memory, the router, and the process that keeps them."""
+"""Several models behind one URL: fleet.toml, the plan of their memory, the router, and the keeper process."""

@@ -1,4 +1,4 @@
-"""fleet.toml, and its plan: which models stay resident, and which are started by a request."""
+"""fleet.toml, and the fleet's plan: resident models, and models that start at a request."""
 
 import math
 import os
@@ -113,10 +113,11 @@ def read(path: Path) -> FleetConfig:
 
 
 def make_plan(config: FleetConfig, folder: Path, free: Mapping[str, int], more: Sequence[str] = ()) -> list[Member]:
-    """Return the models, resident or not, in the order of the file; relative folders start in `folder`.
+    """Return the models in the order of the file, each with `resident` decided; relative folders start in `folder`.
 
     `free` is the result of `free_memory`; `more` are further arguments of each `up`. Raises RefusalError, with figures,
-    for models that do not fit together, InputError for one that is not on this machine, and UsageError.
+    for models that do not fit together, InputError for a model that is not on this machine, UsageError for an unknown
+    profile or device.
     """
     members = [_member(name, row, folder, free, more) for name, row in config.models.items()]
     for pool, size in free.items():

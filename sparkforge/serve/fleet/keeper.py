@@ -1,8 +1,8 @@
 """`python -m sparkforge.serve.fleet.keeper`: runs HAProxy, starts and stops a fleet's models, answers other requests.
 
-It is the server in the record: `supervise.py` is its parent, and all that it started ends with it. It runs in the state
-folder, starts each model with `./inv up` in a state folder of its own, and ends it with `./inv down`. It runs one start
-or stop at a time, so that memory is counted once.
+This process is the server in the record: `supervise.py` is its parent, and the processes that it started end with it.
+It runs in the state folder, starts each model with `./inv up` in a state folder of its own, and ends the model with
+`./inv down`. It runs one start or stop at a time, so that two starts cannot use the same free memory.
 """
 
 import difflib
@@ -46,7 +46,7 @@ PLAN = f"{FOLDER}/plan.json"
 NAMES = "SPARKFORGE_SERVED_NAMES"  # read by `./inv up`: further names of the model, comma-separated
 LOOK_SECONDS = 1.0
 DRAIN_SECONDS = 600.0  # for the running answers of a model that is stopped for another
-RETRY_SECONDS = 30.0  # after a failed start; until then requests get its error
+RETRY_SECONDS = 30.0  # after a failed start; until then requests get the error of that start
 END_SECONDS = 90.0  # for all models to end: a container has 60 s
 STOPPED, STARTING, READY, DRAINING, FAILED = "stopped", "starting", "ready", "draining", "failed"
 
@@ -90,7 +90,7 @@ class Keeper:
         self.ending = False
 
     def wake(self, name: str) -> str:
-        """Make a model serve; return why it does not, empty if it does."""
+        """Start a model unless it serves; return the reason if it still does not serve, else an empty string."""
         with self.moving:
             model = self.models[name]
             if self.ending:
@@ -107,7 +107,7 @@ class Keeper:
             return model.error
 
     def look(self) -> None:
-        """Record which models are in use or have ended, and stop those idle too long."""
+        """Record which models are in use or have ended, and stop the models that were idle for too long."""
         counts = router.requests()
         for name, model in self.models.items():
             if model.state != READY or not model.server:
@@ -163,7 +163,7 @@ class Keeper:
             write_json(paths.state() / FLEET_FILE, {"models": rows})
 
     def _make_room(self, model: Running) -> str:
-        """Stop the least recently used models until there is memory; return why there is none, empty if there is."""
+        """Stop the least recently used models until `model` fits; return the reason if it cannot fit, else ""."""
         pool, needed = model.member.pool, model.member.needed
         while True:
             live = [m for m in self.models.values() if m.member.pool == pool and m.state == READY]
@@ -177,7 +177,7 @@ class Keeper:
                 return f"{busy}, and must end before {model.member.name} has memory; ask again later"
 
     def _drain(self, model: Running, seconds: float) -> bool:
-        """Stop a model after its last request, while new ones wait; return False after `seconds`."""
+        """Stop a model after its last answer, while new requests wait; return False if answers run after `seconds`."""
         name, deadline = model.member.name, time.monotonic() + seconds
         router.switch(name, "drain")
         while (count := router.requests()[name][0]) and time.monotonic() < deadline and not self.ending:
@@ -204,8 +204,9 @@ class Keeper:
         hosts = ",".join(router.allowed_hosts(self.fleet))
         up = ["up", *member.arguments, "--port", str(port), "--allow-hosts", hosts]
         up += ["--api-key-file", self.fleet.key_file] if self.fleet.key_file else []
-        up += [] if not any(other.used for other in self.models.values()) else ["--no-tiny-first"]  # once is enough
-        # If memory runs out, a resident model ends last.
+        # The tiny model runs before the first start only.
+        up += [] if not any(other.used for other in self.models.values()) else ["--no-tiny-first"]
+        # The guards' bounds differ, so that resident models end last if memory runs out.
         limits = thresholds.configured({thresholds.VARIABLE: self.fleet.guard})
         order = sorted(self.fleet.members, key=lambda other: not other.resident)[::-1]
         share = 1 - order.index(member) / (2 * len(order))
@@ -240,7 +241,7 @@ class Keeper:
         self.tell()
 
     def endpoint(self, server: Server) -> Endpoint:
-        """Return a model's own API."""
+        """Return the API endpoint of a model's server."""
         return Endpoint(server.url, server.model_id, key=self.key)
 
 
@@ -285,7 +286,7 @@ class Answer(BaseHTTPRequestHandler):
             self._refuse(404, f"no model answers GET {path[:200]}: only a request with `model` in its body has one")
 
     def do_POST(self) -> None:
-        """Say why no model answers: it is not named, not known, or did not start."""
+        """Refuse a request that no model answers: the model is not named, not known, or did not start."""
         with suppress(ValueError, AttributeError, RecursionError):
             body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
             name = body.get("model")
@@ -305,7 +306,7 @@ class Answer(BaseHTTPRequestHandler):
         self._refuse(code, message or explain or "")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
-        """Write no log, as HAProxy writes one."""
+        """Write no log, because HAProxy logs every request."""
 
     def _refuse(self, status: int, message: str, parameter: str | None = None) -> None:
         kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
@@ -317,7 +318,7 @@ class Answer(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", "text/plain" if isinstance(value, str) else "application/json")
         self.send_header("content-length", str(len(data)))
-        with suppress(OSError):  # the client may have gone while a model started
+        with suppress(OSError):  # the client may have disconnected while a model started
             self.end_headers()
             self.wfile.write(data)
 
@@ -329,7 +330,7 @@ def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _metrics(keeper: Keeper) -> str:
-    """Return every model's state, and vLLM's metrics of those that serve; each has the label model_name."""
+    """Return every model's state, and vLLM's metrics of the running models; each has the label model_name."""
     states = [f'sparkforge_fleet_model{{model_name="{n}",state="{m.state}"}} 1' for n, m in keeper.models.items()]
     families = {"": (["# TYPE sparkforge_fleet_model gauge"], states)}
     for model in keeper.models.values():
@@ -349,7 +350,7 @@ def _metrics(keeper: Keeper) -> str:
 
 
 def main() -> int:
-    """Run the fleet of PLAN until a signal ends it."""
+    """Run the fleet of PLAN until a signal ends it; return 0 then, or 1 if HAProxy could not listen."""
     fleet = Fleet.model_validate_json((paths.state() / PLAN).read_bytes())
     key = access.read_key(Path(fleet.key_file)) if fleet.key_file else ""
     keeper = Keeper(fleet, key)
@@ -374,7 +375,7 @@ def main() -> int:
         except KeyboardInterrupt:
             keeper.ending = True
             if haproxy and haproxy.poll() is None:
-                os.kill(haproxy.pid, signal.SIGUSR1)  # it takes no new connections and ends after its last answer
+                os.kill(haproxy.pid, signal.SIGUSR1)  # HAProxy refuses new connections and ends after the last answer
                 while haproxy.poll() is None:
                     time.sleep(0.05)
             return 0
@@ -388,8 +389,8 @@ def main() -> int:
 def start(file: Path, plan: StartPlan) -> Server:
     """Start the fleet of a fleet.toml at `plan`'s address, and return it once its resident models serve.
 
-    It uses the plan's address, port, key, hosts and interpreter. Raises what `config.make_plan` and `launch.starting`
-    raise, and ServerError for a resident model that does not start; nothing is left running then.
+    The fleet uses the plan's address, port, key, hosts and interpreter. Raises the errors of `config.make_plan` and
+    `launch.starting`, and ServerError for a resident model that does not start; nothing is left running then.
     """
     access.refuse_inherited_key(os.environ)
     settings.judge(os.environ)
@@ -414,7 +415,7 @@ def start(file: Path, plan: StartPlan) -> Server:
         (paths.state() / status.FLEET_FILE).unlink(missing_ok=True)
         first = min(members, key=lambda member: not member.resident).name
         own = replace(plan, device=FLEET, model_id=first, key_file=fleet.key_file)
-        # Each model has a guard of its own, which ends that model alone (Keeper._guard).
+        # Each model has a memory guard of its own, which ends only that model (Keeper._start).
         environment = {access.KEY_FILE: fleet.key_file, thresholds.VARIABLE: "0"}
         command = (sys.executable, "-P", "-m", __name__)
         with steps.step("models") as tell:

