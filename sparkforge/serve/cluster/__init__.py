@@ -1,1 +1,1 @@
-"""One model on several machines by vLLM's own multi-node engine: cluster.toml, facts, checks, and servers."""
+"""One model on several machines with vLLM's multi-node engine: cluster.toml, facts, checks, and servers."""

@@ -1,7 +1,7 @@
-"""Checks before a cluster starts, of the facts of all nodes and of the network between them.
+"""Checks of all nodes and of the network between them, before a cluster starts.
 
-Each check is for a failure that users reported. `CHECKS` has all in the order of the report; docs/reference/cluster.md
-explains each.
+Each check is for a failure that users reported. `CHECKS` has all checks in the order of the report;
+docs/reference/cluster.md explains each check.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,13 +37,13 @@ from validate.gate import one_line
 FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1024
 # Registering NCCL's buffers fails with ENOMEM while the page cache takes all memory. Our own bound.
 LEAST_FREE = 4 * GIB
-# Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that allows only named ports blocks
-# them. This port represents them all.
+# Gloo and vLLM's message queues listen on ports that the kernel chooses. A firewall that allows only certain ports
+# blocks them. This port stands for all of them.
 CHOSEN_PORT = 47_113
-# A Spark's cable takes tens of microseconds, a switch a few more, WiFi milliseconds. Every layer waits for two
-# all-reduces: 1 ms each would be 72 ms a token of gpt-oss-120b. Our own bound.
+# Our own bound. A round trip over a Spark's cable takes tens of microseconds, over WiFi milliseconds. Every layer waits
+# for two all-reduces, so 1 ms each would be 72 ms a token of gpt-oss-120b.
 ROUND_TRIP_SECONDS = 1e-3
-# Marlin needs a multiple of these columns of an LM head. Half of gpt-oss's is not (eugr/spark-vllm-docker issue 136).
+# Marlin needs a multiple of this many columns; half of gpt-oss's LM head has others (eugr/spark-vllm-docker issue 136).
 MARLIN_TILE = 128
 
 
@@ -74,7 +74,7 @@ class ClusterFacts:
             yield from ((node, entry) for entry in facts.interfaces or () if entry.name in names)
 
     def unknown(self, name: str) -> str:
-        """Return which nodes do not know a fact, with the reason; empty if all know it."""
+        """Return the nodes on which a fact is not known, each with the reason; empty if there are none."""
         return "; ".join(
             f"{node.name}: {facts.errors.get(name, 'not asked')}"
             for node, facts in self.nodes()
@@ -87,7 +87,7 @@ GPUS = ("gpus",)  # a check that needs them is skipped on a device without them
 
 
 def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
-    """Judge every check."""
+    """Return the finding of every check."""
     reason = f"the device {cluster.config.device} has none"
     skips = not cluster.config.has_gpus
     findings = [skipped(check, reason) if skips and check.needs else evaluate(check, cluster) for check in CHECKS]
@@ -278,7 +278,7 @@ def _split(cluster: ClusterFacts) -> CheckResult:
     problems = [objection for count, way in ways if count > 1 for objection in plan.objections(model, count, way)]
     if min(config.tensor, config.pipeline) > 1 and model.intermediate % len(config.nodes):
         problems.append(f"an intermediate size of {model.intermediate} is not a multiple of {len(config.nodes)}")
-    # The second node's buffers are never made: gpu_model_runner.py:5801.
+    # vLLM's CPU build does not make the second node's buffers (gpu_model_runner.py:5801).
     if config.pipeline > 1 and not config.has_gpus:
         problems.append("vLLM's CPU build does not support a pipeline")
     if cluster.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
@@ -288,7 +288,7 @@ def _split(cluster: ClusterFacts) -> CheckResult:
 
 
 def look(config: ClusterConfig) -> ClusterFacts:
-    """Return the facts of all nodes, and of the network between them."""
+    """Return the facts of all nodes, and of the network between them. Raises UsageError for an unknown profile."""
     image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
     ports = {config.head.name: (config.port, config.master_port, config.watch_port)}
     answers = remote.on_all(
@@ -312,7 +312,7 @@ def look(config: ClusterConfig) -> ClusterFacts:
 def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tuple[str, str], Reach | SparkforgeError]:
     """Try the connections, both ways between the head and each worker, and on every other subnet of two nodes.
 
-    One after the other, as they may need the same port.
+    They are tried one after another, because two of them may need the same port.
     """
     head, nodes, chosen = config.head, {node.name: node for node in config.nodes}, (CHOSEN_PORT,)
     ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
@@ -335,7 +335,7 @@ def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tupl
 
 
 def require_fine(findings: Sequence[Finding]) -> None:
-    """Raise RefusalError, with the first finding's fix, if a check failed."""
+    """Raise RefusalError, with the fix of the first failed check, if a check failed."""
     if refusing := [finding for finding in findings if finding.status is Status.FAIL]:
         names = ", ".join(finding.check for finding in refusing)
         why = f"{refusing[0].check}: {one_line(refusing[0].evidence)}"

@@ -16,17 +16,17 @@ from sparkforge.serve.cluster import watch
 from sparkforge.serve.record import checked_flags
 
 FILE = "cluster.toml"
-# Names also occur in vLLM flags, shell commands and log lines, so characters with a meaning there are excluded.
+# Names also occur in vLLM flags, shell commands and log lines, so characters that are special there are excluded.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 # Linux's names of network interfaces have up to 15 bytes (IFNAMSIZ).
 Interface = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$")]
-# A destination of ssh: user@host, or a name of ~/.ssh/config. A dash at the start of either would be an option.
+# A destination of ssh: user@host, or a name of ~/.ssh/config. ssh would read a leading dash as an option.
 Destination = Annotated[
     str, StringConstraints(pattern=r"^(([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.:-]{0,250})?$")
 ]
-# Absolute: no shell expands a ~ in it.
+# An absolute path, because no shell expands a ~ in it.
 Folder = Annotated[str, StringConstraints(pattern=r"^(/[^\x00-\x1f\x7f]*)?$", max_length=4096)]
-# Part of a command line, where a leading dash would make it an option.
+# A value on a command line; with a leading dash it would be an option.
 Argument = Annotated[str, StringConstraints(pattern=r"^([^-\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*)?$", max_length=4096)]
 # A value may be JSON.
 Flag = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$", max_length=65536)]
@@ -34,12 +34,12 @@ Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
 class ClusterNode(Record):
-    """One machine. `ssh` is empty for the one that the commands run on; `folder` is the checkout there.
+    """One machine. `ssh` is empty for the machine that the commands run on; `folder` is the checkout on the node.
 
     `python` is the interpreter that serves on the embedded device; empty: that of the environment in `state`.
 
-    `address` is the node's own on the network that carries vLLM's control traffic, `interface` the device with that
-    address, `hcas` the RDMA devices that NCCL uses: both halves of each port.
+    `address` is the node's address on the network for vLLM's control traffic, and `interface` has that address. `hcas`
+    are the RDMA devices (host channel adapters) that NCCL uses: both halves of each port.
     """
 
     name: Name
@@ -55,7 +55,7 @@ class ClusterNode(Record):
     def variables(self) -> dict[str, str]:
         """Variables with which Gloo, NCCL and vLLM use the control network and both halves of each port.
 
-        Without them Gloo takes the address of the host's name, which is often the loopback address, and NCCL any
+        Otherwise Gloo uses the address of the host's name, which is often the loopback address, and NCCL uses any
         interface.
         """
         return {
@@ -76,7 +76,10 @@ _SPLIT = ("--tensor-parallel-size", "--pipeline-parallel-size", "--distributed-e
 
 
 class ClusterConfig(Record):
-    """The whole file. The first node is the head: it has the API and vLLM's scheduler. A description is a comment."""
+    """The whole file. The first node is the head: it has the API and vLLM's scheduler.
+
+    The fields' descriptions become comments in a generated file.
+    """
 
     schema_: Literal[1] = Field(alias="schema")
     device: Literal["docker", "docker-cpu", "embedded"] = Field(
@@ -92,7 +95,7 @@ class ClusterConfig(Record):
     expert: bool = Field(False, description="whole experts on each machine instead of a part of each")
     key_file: Folder = Field("", description="the API key's file, the same path on every node")
     port: Port = Field(8000, description="of the API, on the head")
-    master_port: Port = Field(29500, description="torch.distributed's, on the head")
+    master_port: Port = Field(29500, description="of torch.distributed, on the head")
     watch_port: Port = Field(29501, description="on the head: the port by which nodes notice that another one ended")
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
 
@@ -132,7 +135,7 @@ class ClusterConfig(Record):
 
     @property
     def stack(self) -> str:
-        """Return the stack that serves."""
+        """The stack of pins.toml that serves on the device."""
         return stack_of(self.device)
 
     @property
@@ -152,10 +155,10 @@ class ClusterConfig(Record):
         return watch.options(node.name, self.head.address, self.watch_port, peers, listen=is_head)
 
     def engine_flags(self, node: ClusterNode) -> tuple[str, ...]:
-        """Return the flags that make vLLM's server this node's part.
+        """Return the vLLM flags for this node's part of the server.
 
         Every node runs the same program with its own rank. A worker is --headless and waits for the head at
-        master_addr:master_port; vLLM needs nothing else to find the others.
+        master_addr:master_port; vLLM needs no other address to find the nodes.
         """
         rank = self.nodes.index(node)
         flags = {
@@ -172,7 +175,7 @@ class ClusterConfig(Record):
 
 
 def read(path: Path) -> ClusterConfig:
-    """Read a cluster.toml. Raises UsageError if there is none, InputError for one that is malformed."""
+    """Read a cluster.toml. Raises UsageError if the file is missing, InputError if it is malformed."""
     if not path.exists():
         fix = "./inv cluster.discover --nodes spark-1,spark-2"
         raise UsageError(f"there is no {path}", "it names the nodes of the cluster", fix)

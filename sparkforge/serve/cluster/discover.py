@@ -19,8 +19,8 @@ GUIDE = "docs/guide/two-machines.md, The link"
 def find_nodes(destinations: Sequence[str], device: str, folder: str) -> ClusterConfig:
     """Query machines by their ssh destinations, the head first, and return a configuration; `local` is this machine.
 
-    Raises UsageError for fewer than two machines, a malformed name, or a machine named twice; the error of the first
-    node that does not answer; RefusalError if they share no network.
+    Raises UsageError for fewer than two machines, a malformed name, or a machine named twice; RefusalError if the
+    machines share no network; the error of the first node that does not answer.
     """
     refused = "cannot make a cluster.toml of these machines"
     fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
@@ -29,7 +29,7 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> Cluster
             ClusterNode(
                 name=re.sub(r"[^A-Za-z0-9_.-]", "-", destination.rpartition("@")[2]),
                 ssh="" if destination == "local" else destination,
-                address=f"0.0.0.{index}",  # not known yet; nor is the interface
+                address=f"0.0.0.{index}",  # address and interface are not known yet
                 interface="unknown",
             )
             for index, destination in enumerate(destinations)
@@ -83,9 +83,9 @@ def propose(
 
 
 def _networks(node: NodeFacts) -> dict[IPv4Network, tuple[NetworkInterface, str]]:
-    """Return the subnets of a node's ConnectX interfaces that are up; of all wired ones if it has no ConnectX.
+    """Return subnet → interface, address, for a node's ConnectX interfaces that are up.
 
-    Each with the interface and the node's address there.
+    A node without ConnectX gets those of all its wired interfaces.
     """
     wired = [entry for entry in node.interfaces or () if not entry.wireless and not entry.bridge]
     usable = [entry for entry in wired if entry.up and entry.carrier]
@@ -99,7 +99,7 @@ def _order(interface: NetworkInterface) -> tuple[str, str]:
 
 
 def _hcas(facts: NodeFacts) -> Iterator[str]:
-    """Yield the RDMA devices of every port that has a cable, both halves, in the order of their PCI address."""
+    """Yield the RDMA devices of both halves of every port that has a cable, in the order of their PCI addresses."""
     ports = {entry.name: entry for entry in facts.interfaces or () if entry.port and entry.carrier}
     active = [device for device in facts.rdma or () if device.state == "ACTIVE" and device.interface in ports]
     for device in sorted(active, key=lambda device: _order(ports[device.interface])):
@@ -107,7 +107,7 @@ def _hcas(facts: NodeFacts) -> Iterator[str]:
 
 
 def describe(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
-    """Yield lines about each node's fast interfaces, for people."""
+    """Yield lines of text about each node's ConnectX interfaces."""
     for name, node in facts.items():
         ports = [entry for entry in node.interfaces or () if entry.port]
         yield f"{name}: {node.hostname}, {node.machine}" + ("" if ports else ", no ConnectX")
@@ -121,8 +121,8 @@ def describe(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 def link_commands(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
     """Yield the commands that configure each port that has a cable, unless each half has a subnet of its own.
 
-    The addresses are those of NVIDIA's playbook Connect Two Sparks; the MTU is ours. Each half answers ARP requests for
-    its own address only (arp_ignore and arp_announce in Documentation/networking/ip-sysctl.rst of Linux).
+    The addresses are those of NVIDIA's playbook Connect Two Sparks; the MTU is our choice. Each half answers ARP
+    requests for its own address only (Linux, Documentation/networking/ip-sysctl.rst: arp_ignore and arp_announce).
     """
     for rank, (name, node) in enumerate(facts.items()):
         halves = sorted((entry for entry in node.interfaces or () if entry.port and entry.carrier), key=_order)

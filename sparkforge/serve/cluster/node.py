@@ -1,14 +1,14 @@
-"""`python -m sparkforge.serve.cluster.node < REQUEST`: one node's part of a cluster, which the head requests over ssh.
+"""`python -m sparkforge.serve.cluster.node < REQUEST`: runs a request of the head on one node of a cluster.
 
-The request is a JSON object with an `action` and the cluster's configuration; the answer is a JSON object on stdout,
-and messages for people go to stderr. It uses the same validator, launch, record and log as a single machine.
+The request arrives over ssh. It is a JSON object with an `action` and the cluster's configuration. The answer is a JSON
+object on stdout, and messages for people go to stderr. Validator, launch, record and log are those of a single machine.
 
   validate  run the validator for this node's part of the server
   begin     start a worker and return at once
   start     start the head's part, and wait for its first answers
-  status    say whether this node's part runs, and how it ended
+  status    return whether this node's part runs, and how it ended
   logs      the last `lines` of its log
-  down      end it, and the processes that a killed one left
+  down      end it, and the processes that a killed server left
 """
 
 import json
@@ -53,7 +53,7 @@ class NodeRequest(Record):
 
     @property
     def node(self) -> ClusterNode:
-        """This node. Raises InputError for a name that the configuration lacks."""
+        """This node. Raises InputError if the configuration has no node of that name."""
         for node in self.config.nodes:
             if node.name == self.name:
                 return node
@@ -70,7 +70,7 @@ class NodeError(Record):
 
 
 class NodeAnswer(Record, extra="allow"):
-    """A node's answer: an error, or the key that `ANSWER_KEYS` has for the action, and further keys."""
+    """A node's answer: an error, or the key of the action in `ANSWER_KEYS`, and further keys."""
 
     error: NodeError | None = None
     state: str = ""
@@ -87,7 +87,7 @@ ANSWER_KEYS = {"validate": "verdict", "begin": STATE, "start": "url", "status": 
 
 
 def loss(log: str) -> tuple[str, str] | None:
-    """Return which other node ended a node's part by its log, and why; None if none did."""
+    """Return the node that ended this node's part, and the reason, from the part's log; None if no node did."""
     losses = re.findall(r"^✗ node (.+) ended this node's part.*\n\s*why:\s*(.*)$", log, re.MULTILINE)
     return losses[-1] if losses else None
 
@@ -125,8 +125,8 @@ class EmbeddedNode(Embedded):
         launch.begin(self.launch())
 
     def start(self) -> Server:
-        """Start the head's part. Raises a ServerError that names the node that ended it, if one did."""
-        earlier = self.log()  # stays if the start fails before it begins a log
+        """Start the head's part. Raises ServerError; if another node ended the start, the error names that node."""
+        earlier = self.log()  # the old log stays if the start fails before it begins a new one
         try:
             return super().start()
         except ServerError:
@@ -137,7 +137,7 @@ class EmbeddedNode(Embedded):
 
     @classmethod
     def state(cls) -> dict[str, Any]:
-        """Return the part's state, and which other node ended it."""
+        """Return the part's state; if another node ended the part, `why` names that node."""
         state = super().state()
         if state["state"] == "ended" and (lost := loss(cls.log())):
             state |= {"why": f"node {lost[0]}: {lost[1]}", "asked": lost[1] == watch.STOPPED}
@@ -150,7 +150,7 @@ def answer(request: NodeRequest) -> dict[str, Any]:
     part: type[EmbeddedNode | ContainerNode] = ContainerNode if config.in_containers else EmbeddedNode
     match request.action:
         case "validate":
-            launch.refuse_second()  # the cleanup after a failed start would end that server too
+            launch.refuse_second()  # the cleanup after a failed start would also end a server that runs already
             device = part(config, request.node, request.token)
             device.prepare()
             return {"verdict": device.validate()}
@@ -173,7 +173,7 @@ def answer(request: NodeRequest) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Read the request from stdin and answer it; returns the exit code. An error is an answer too."""
+    """Read the request from stdin and print the answer, also for an error; return the exit code, 0."""
     try:
         try:
             request = parse_record(sys.stdin.read(), "the request", NodeRequest)
@@ -191,7 +191,7 @@ def main() -> int:
 
 
 PYTHON = "/opt/venv/bin/python"  # of the image
-# Prints what the container lacks for RDMA, as the user that will run vLLM.
+# Prints the container's problems with RDMA; it runs as the user of vLLM.
 RDMA_PROBE = """\
 import glob, os, resource
 devices, (locked, _) = glob.glob("/dev/infiniband/uverbs*"), resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -206,7 +206,7 @@ KEPT_LOG = "logs/cluster.container.log"  # of a container that is removed, in SP
 
 
 class ContainerNode(Container):
-    """A node's part in a container; Compose reads this node's role, model, flags and watched nodes."""
+    """A node's part in a container. Variables for Compose carry the node's role, model, flags and watched nodes."""
 
     def __init__(self, config: ClusterConfig, node: ClusterNode, token: str = "") -> None:
         super().__init__(_plan(config, node), lambda *_: None)  # `prepare`, which builds images, does nothing
@@ -220,7 +220,7 @@ class ContainerNode(Container):
         """Do nothing: `cluster.check` found the same image on every node."""
 
     def validate(self) -> str:
-        """Validate this node's part in its container, and the container's access to RDMA."""
+        """Validate this node's part in its container, and the container's access to RDMA. Raises RefusalError."""
         once: list[str | Path] = ["run", "--rm", "--no-deps", "--no-TTY"]
         if self.config.has_gpus:
             look = docker_compose.compose(
@@ -242,9 +242,9 @@ class ContainerNode(Container):
         return "serve"
 
     def begin(self) -> None:
-        """Start a worker's container and return at once. Raises what Compose raises; then `cluster.up` ends it."""
+        """Start a worker's container and return at once. Raises Compose's errors; `cluster.up` then ends the worker."""
         paths.secure_state()
-        write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # what `launch.down` ends
+        write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # read by `launch.down`
         started = time.time()
         docker_compose.up(self.env, paths.state() / "logs" / "compose.log", lambda _: None, more=self.compose_files)
         model, config = self.env.get("SPARKFORGE_MODEL", ""), self.config
@@ -262,7 +262,7 @@ class ContainerNode(Container):
         tcp, carried = transport(self.log()) if self.config.has_gpus else (0, "")
         if tcp:
             keep_log()
-            launch.stop()  # not `down`, which would end this process, the holder of the start's lock
+            launch.stop()  # `launch.down` would also end this process, because it holds the start's lock
             fix = "./inv cluster.check; ./inv cluster.logs shows why"
             raise ServerError("NCCL took TCP in place of RDMA", carried, fix, code="server.cluster")
         return server
@@ -286,7 +286,7 @@ class ContainerNode(Container):
 
     @classmethod
     def state(cls) -> dict[str, Any]:
-        """Say whether the container runs, and if it has ended, how, and whether that was requested."""
+        """Return the container's state, and if it has ended, the reason and whether the end was requested."""
         container = identity()
         with engine.connected() as client:
             state = engine.state(client, container) if container else None
@@ -310,7 +310,7 @@ def identity() -> str:
 
 
 def keep_log() -> None:
-    """Save the container's output before it is removed: the error of a failed start names that file."""
+    """Save the container's output before it is removed, because the error of a failed start names the saved file."""
     with suppress(EngineError):
         if text := last_log():
             write_atomic(paths.state() / KEPT_LOG, text)
@@ -323,7 +323,7 @@ CHANNEL = re.compile(
 
 
 def transport(log: str) -> tuple[int, str]:
-    """Return how many channels between nodes use TCP by NCCL's log, and a sentence about all of them."""
+    """Return the number of channels between nodes that use TCP in NCCL's log, and a sentence about all channels."""
     channels = [(match["kind"], match["device"]) for match in CHANNEL.finditer(log)]
     devices = [device for kind, device in channels if kind.startswith("IB")]
     if tcp := len(channels) - len(devices):

@@ -1,10 +1,10 @@
-"""The head's queries of a node, which may have no code of ours: `python3 - ARGUMENT < probe.py` prints JSON.
+"""Queries a node that may not have Sparkforge: the head runs `python3 - ARGUMENT < probe.py`, which prints JSON.
 
-It runs with that machine's Python, 3.9 or newer, as the user of the ssh login, and imports only the standard library.
-A fact that cannot be read is null, and `errors` says why.
+It runs with the node's Python, 3.9 or newer, as the user of the ssh login, and imports only the standard library. A
+fact that cannot be read is null, and `errors` has the reason.
 
 The argument is a JSON object with a `mode`:
-  facts   all facts; `ports` are tried, `model` is a folder whose files are fingerprinted, `image` one of Docker's
+  facts   all facts; `ports` are tried, `model` is a folder whose files are hashed, `image` is a Docker image's name
   listen  answer on `address` and `ports` for `duration` seconds, over TCP and UDP
   reach   connect from `source` to `address` and each of `ports`, send small UDP packets there and back, and one of
           `mtu` bytes unfragmented
@@ -31,8 +31,8 @@ IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: do not fragment, at an
 COMPARED = (".safetensors", ".json")  # suffixes of the files that must be the same on all nodes
 CONNECT_SECONDS = 3.0
 ECHOES, ECHO_BYTES = 50, 16  # small packets there and back
-FAREWELLS = 5  # packets of one byte, which end the listener if the large packet was lost
-ECHO_SECONDS = 2.0  # for all small packets, and again for late ones
+FAREWELLS = 5  # packets of one byte that end the listener if the large packet was lost
+ECHO_SECONDS = 2.0  # for all small packets, and the same time again for late answers
 PROGRAM_SECONDS = 20
 
 
@@ -41,7 +41,7 @@ def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
     errors: dict[str, str] = {}
 
     def ask(name: str, read: Callable[[], Any]) -> Any:
-        """Return what `read` returns, or null with the reason in `errors`."""
+        """Return the result of `read`; if it fails, return None and note the reason in `errors`."""
         try:
             return read()
         except (OSError, ValueError, LookupError, RecursionError, subprocess.SubprocessError) as error:
@@ -108,7 +108,7 @@ def rdma(root: Path) -> list[dict[str, Any]]:
 
 
 def content(file: Path) -> str:
-    """Return a small file's text; empty if it cannot be read, as the speed of an interface that is down."""
+    """Return a small file's text; empty if it cannot be read, such as the carrier of an interface that is down."""
     try:
         return file.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
@@ -128,7 +128,7 @@ def driver() -> str:
 
 
 def is_taken(port: int) -> bool:
-    """Tell whether another program listens on a TCP port."""
+    """Return whether another program listens on a TCP port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -139,7 +139,10 @@ def is_taken(port: int) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of the names, sizes and both ends of a model's files, without reading all 65 GB."""
+    """Return a hash of the names, sizes and both ends of a model's files, to avoid reading all 65 GB.
+
+    Raises ValueError for a folder without such files.
+    """
     digest = hashlib.sha256()
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in COMPARED)
     if not files:
@@ -163,7 +166,7 @@ def listen(options: dict[str, Any]) -> dict[str, Any]:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 server.bind((options["address"], port))
-            except OSError:  # another program has the port, and answers
+            except OSError:  # another program listens on the port, and answers
                 continue
             if kind == socket.SOCK_STREAM:
                 server.listen()
@@ -176,13 +179,13 @@ def listen(options: dict[str, Any]) -> dict[str, Any]:
             else:
                 packet, sender = server.recvfrom(1 << 16)
                 server.sendto(packet[:ECHO_BYTES], sender)
-                if len(packet) != ECHO_BYTES:
-                    return {}  # the sender's last packet
+                if len(packet) != ECHO_BYTES:  # only the sender's last packet has another size
+                    return {}
     return {}
 
 
 def reach(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the blocked ports with reasons, the results of small packets, and why a full packet does not pass."""
+    """Return the blocked ports with reasons, the results of `echoes`, and the reason if a full packet does not pass."""
     deadline = time.monotonic() + 2 * CONNECT_SECONDS
     blocked = {}
     for port in options["ports"]:
@@ -206,7 +209,7 @@ def reach(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect(source: str, address: str, port: int, deadline: float) -> str:
-    """Return why a TCP connection cannot be made; "" if it can. A refused one is tried again until the deadline."""
+    """Return the reason if a TCP connection fails, else "". A refused connection is retried until the deadline."""
     while True:
         try:
             socket.create_connection((address, port), CONNECT_SECONDS, (source, 0)).close()
@@ -221,7 +224,7 @@ def connect(source: str, address: str, port: int, deadline: float) -> str:
 
 
 def echoes(options: dict[str, Any]) -> dict[str, Any]:
-    """Return how many small packets were `sent`, how many are `lost`, and the seconds of the `fastest` round trip."""
+    """Return the number of small packets `sent` and `lost`, and the seconds of the `fastest` round trip (or None)."""
     sent: dict[int, float] = {}
     seconds: dict[int, float] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -237,12 +240,12 @@ def echoes(options: dict[str, Any]) -> dict[str, Any]:
         try:
             sender.bind((options["source"], 0))
             sender.connect((options["address"], options["ports"][0]))
-            for number in range(ECHOES):  # one after the other: a burst would measure how fast a busy machine wakes up
+            for number in range(ECHOES):  # one at a time, because a burst would measure the machine's scheduling
                 sent[number] = time.monotonic()
                 sender.send(number.to_bytes(ECHO_BYTES, "big"))
                 receive(time.monotonic() + ECHO_SECONDS / ECHOES)
             receive(time.monotonic() + ECHO_SECONDS)
-        except (OSError, KeyError):  # nothing more arrives, or it is not our packet
+        except (OSError, KeyError):  # no connection, or a packet that is not ours
             pass
     return {"sent": ECHOES, "lost": ECHOES - len(seconds), "fastest": min(seconds.values(), default=None)}
 
@@ -251,7 +254,7 @@ MODES = {"facts": facts, "listen": listen, "reach": reach}
 
 
 def main(argument: str) -> None:
-    """Print the answer to one argument; an error is an answer too."""
+    """Print the answer to one argument as JSON; an OSError is printed as an answer with the key `error`."""
     options = json.loads(argument)
     try:
         answer = MODES[options["mode"]](options)

@@ -1,4 +1,4 @@
-"""Run a program on a node: over OpenSSH's own client, or here for the node that the commands run on.
+"""Run a program on a node: with OpenSSH's client, or directly for the node that the commands run on.
 
 OpenSSH reads the user's ~/.ssh/config, known hosts, keys and agent. It must not prompt: an unknown host or a missing
 key is an error with the command that fixes it.
@@ -23,7 +23,7 @@ from sparkforge.serve.cluster import probe
 from sparkforge.serve.cluster.config import ClusterNode
 
 CONNECT_SECONDS = 10
-SSH_FAILED = 255  # ssh(1): the connection, not the program
+SSH_FAILED = 255  # ssh(1): the connection failed, not the program
 # BatchMode: ssh does not prompt. ServerAlive: a node without power is noticed within 15 s.
 OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 SSH = ("ssh", *(word for option in OPTIONS for word in ("-o", option)))
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer", bound=Record)
 
 
 def command_line(node: ClusterNode, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` on a node, in its checkout if it names one."""
+    """Return the command that runs `argv` on a node, in the node's checkout if `folder` is set."""
     program = [*(["env", f"SPARKFORGE_STATE={node.state}"] if node.state else []), *argv]
     if not node.ssh:
         return program
@@ -43,7 +43,7 @@ def command_line(node: ClusterNode, argv: Sequence[str]) -> list[str]:
 
 
 def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None) -> str:
-    """Return what a program prints on a node. Raises NetworkError for the node, ProcessError for the program."""
+    """Return a program's output on a node. Raises NetworkError if ssh fails, ProcessError if the program fails."""
     command = command_line(node, argv)
     result = run_unchecked(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, seconds=seconds)
     if not result.returncode:
@@ -59,7 +59,7 @@ def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str
 def document(
     node: ClusterNode, argv: Sequence[str], shape: type[Answer], *, seconds: float, stdin: str | None = None
 ) -> Answer:
-    """Return the JSON object that a program prints on a node. Raises as `output`, and InputError."""
+    """Return the JSON object that a program prints on a node. Raises InputError, and the errors of `output`."""
     text = output(node, argv, seconds=seconds, stdin=stdin)
     try:
         return parse_record(text, node.name, shape)
@@ -69,20 +69,20 @@ def document(
 
 
 def ask_probe(node: ClusterNode, mode: str, shape: type[Answer], *, seconds: float, **options: Any) -> Answer:
-    """Run probe.py on a node, which needs python3 and nothing of Sparkforge. Raises the errors of `document`."""
+    """Run probe.py on a node, which needs python3 but not Sparkforge. Raises the errors of `document`."""
     source = Path(probe.__file__).read_text(encoding="utf-8")
     argv = ["python3", "-", json.dumps({"mode": mode, **options})]
     return document(node, argv, shape, seconds=seconds, stdin=source)
 
 
 def on_every(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result]:
-    """Call a function with all nodes at once; return results by name. Raises the first error, after all have ended."""
+    """Call a function for all nodes at once; return results by name. Raises the first error, after all calls ended."""
     with ThreadPoolExecutor(len(nodes)) as pool:
         return dict(zip((node.name for node in nodes), pool.map(call, nodes), strict=True))
 
 
 def on_all(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result | SparkforgeError]:
-    """Call a function as `on_every` does; a failed node's result is its error, so that the other results are kept."""
+    """Like `on_every`, but the result of a failed node is its error, so that the other results are kept."""
 
     def attempt(node: ClusterNode) -> Result | SparkforgeError:
         try:
@@ -136,7 +136,7 @@ class RdmaDevice(Record):
 
 
 class NodeFacts(Record):
-    """The facts that a node reports. None: not known, and `errors` has the reason by the fact's name."""
+    """The facts that a node reports. None: not known; `errors` has the reasons by the facts' names."""
 
     hostname: str
     machine: str = ""
@@ -162,7 +162,7 @@ class NodeFacts(Record):
 class Reach(Record):
     """The network between two nodes: `blocked` ports with reasons; `packet`: why a packet of the MTU does not arrive.
 
-    Of `sent` small packets `lost` did not come back; `fastest` is the shortest round trip in seconds.
+    `lost` of the `sent` small packets did not come back; `fastest` is the shortest round trip in seconds.
     """
 
     blocked: Mapping[str, str] = Field(default_factory=dict)
@@ -173,7 +173,7 @@ class Reach(Record):
 
 
 def ask(node: ClusterNode, **options: Any) -> NodeFacts:
-    """Return a node's facts. Raises what `ask_probe` raises."""
+    """Return a node's facts. Raises the errors of `ask_probe`."""
     return ask_probe(node, "facts", NodeFacts, seconds=FACTS_SECONDS, **options)
 
 
@@ -182,7 +182,7 @@ def reach(
 ) -> Reach:
     """Try ports and a packet of `mtu` bytes from one node to another, with probe.py at both ends.
 
-    `addresses` are the sender's and the receiver's. Raises what `ask_probe` raises.
+    `addresses` are the sender's and the receiver's. Raises the errors of `ask_probe`.
     """
     where: dict[str, Any] = {"address": addresses[1], "ports": list(ports)}
     with ThreadPoolExecutor(1) as pool:

@@ -1,9 +1,9 @@
-"""Start, show, keep and stop a cluster: the head queries all nodes over ssh; each serves its part as one machine does.
+"""Start, show, keep and stop a cluster: the commands send requests to all nodes over ssh (node.py).
 
 `cluster.up` starts a keeper, `python -m sparkforge.serve.cluster.start CONFIG`, on the machine that the commands run
-on, in a session of its own. It polls the head, whose part ends whenever another node's does. After an unrequested end
-it pauses as one machine's server does (restarts.py), waits until every node answers, ends what is left, and starts as
-`cluster.up` does: check, validation, workers, head. After too many failures it gives up.
+on, in a session of its own. The keeper polls the head, whose part ends when another node's part ends. After an
+unrequested end the keeper pauses as for a single machine's server (restarts.py), waits until every node answers, ends
+the remaining parts, and starts all parts as `cluster.up` does. After too many failures it gives up.
 """
 
 import json
@@ -28,8 +28,8 @@ from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer
 from sparkforge.serve.restarts import ServerFailure
 
 MODULE = "sparkforge.serve.cluster.node"
-INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
-# `validate` may have to make the environment, or run the numerics check in a container.
+INTERPRETER = ".venv/bin/python"  # ./inv creates it in each checkout
+# `validate` may have to create the environment, or run the numerics check in a container.
 SECONDS = {"validate": 1200.0, "begin": 300.0, "status": 60.0, "logs": 60.0, "down": 180.0}
 # docker: 65 GB from a disk and 25 minutes of compiling, as in serve/devices/container.py.
 START_SECONDS = {"embedded": 1200.0, "docker-cpu": 1200.0, "docker": 3900.0}
@@ -45,10 +45,11 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     """Check, validate on every node, start the workers and then the head; return the head's answer.
 
     After an error no node's server is left running, except on nodes that the output names. Raises UsageError for
-    variables that a cluster ignores, RefusalError if a check or a validation fails, else the first node's error.
+    variables that a cluster ignores, RefusalError if a check fails, ServerError for an error of a node, and the errors
+    of `remote.document`.
     """
     for name in (access.KEY, access.KEY_FILE, docker_compose.KEY_VARIABLE, access.HOSTS):
-        if os.environ.get(name):  # the head would ignore it
+        if os.environ.get(name):  # a cluster ignores these variables
             why = "a cluster takes its key from key_file in cluster.toml and does not support further host names yet"
             raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
     settings.judge(os.environ)
@@ -74,14 +75,14 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     except BaseException:
         try:
             down(config)
-        except ServerError as error:  # print it only: the start's error is raised
+        except ServerError as error:  # printed only, because the error of the start is raised
             say(f"{error.what}: {error.why}; next: {error.fix}")
         raise
     return answer
 
 
 def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
-    """Return the state of each node; for a node that does not answer it is `silent`, and `why` is the error."""
+    """Return the state of each node; a node that does not answer has the state `silent` and the error in `why`."""
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "status"))
     return {
         name: {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else answer
@@ -154,16 +155,16 @@ def keeper_state() -> dict[str, Any]:
 
 
 def refuse_second() -> None:
-    """Raise ServerError if a keeper runs: it may be about to start the nodes."""
+    """Raise ServerError if a keeper runs, because it may be about to start the nodes."""
     if pid := keeper_pid():
         why = f"pid {pid} serves it, or is about to start it again: {keeper_state()['why']}"
         failure = "this checkout already keeps a cluster running"
         raise ServerError(failure, why, "./inv cluster.down", code="server.running")
-    (paths.state() / NOTE).unlink(missing_ok=True)  # of a keeper that gave up
+    (paths.state() / NOTE).unlink(missing_ok=True)  # left by a keeper that gave up
 
 
 def begin_keeper(config: ClusterConfig) -> int:
-    """Start a keeper, and return its process id once it holds its lock. Raises ServerError."""
+    """Start a keeper, and return its process id once it holds its lock. Raises ServerError if it does not start."""
     command = [sys.executable, "-m", "sparkforge.serve.cluster.start", config.model_dump_json(by_alias=True)]
     pid = spawn(command, log=paths.state() / LOG, env=os.environ, cwd=paths.ROOT)
     started, deadline = started_at(pid), time.monotonic() + BEGIN_SECONDS
@@ -178,7 +179,7 @@ def begin_keeper(config: ClusterConfig) -> int:
 def end_keeper() -> None:
     """End the keeper and any start of the cluster that it is running."""
     if pid := keeper_pid():
-        terminate_session(pid, grace=END_SECONDS)  # its ssh processes too
+        terminate_session(pid, grace=END_SECONDS)  # includes its ssh processes
     (paths.state() / NOTE).unlink(missing_ok=True)
 
 
@@ -198,7 +199,7 @@ def keep(config: ClusterConfig) -> None:
 
 
 def _next_end(config: ClusterConfig) -> str:
-    """Wait until the head's part has ended, and return why; empty if that was requested."""
+    """Wait until the head's part has ended, and return the reason; empty if the end was requested."""
     while True:
         with suppress(SparkforgeError):  # a head that does not answer may still serve
             answer = ask(config, config.head, "status")
@@ -210,14 +211,14 @@ def _next_end(config: ClusterConfig) -> str:
 
 
 def _start_again(config: ClusterConfig, failures: tuple[ServerFailure, ...]) -> str:
-    """Pause, wait until every node answers, and start; return why that failed, or ""."""
+    """Pause, wait until every node answers, and start the cluster; return the reason if that failed, else ""."""
     pause = restarts.pause_seconds(failures, time.time())
     _note("pausing", f"{failures[-1].why}; the next start is in {pause:.0f} s", failures)
     time.sleep(pause)
     deadline = time.monotonic() + RETURN_SECONDS
     try:
         while silent := [name for name, node in status(config).items() if node["state"] == "silent"]:
-            why = f"{', '.join(silent)} does not answer"  # a node that restarts is no failure
+            why = f"{', '.join(silent)} does not answer"  # a restart of a node does not count as a failure
             _note("waiting", why, failures)
             if time.monotonic() > deadline:
                 why = f"{why} for {RETURN_SECONDS:g} s"
@@ -234,12 +235,12 @@ def _start_again(config: ClusterConfig, failures: tuple[ServerFailure, ...]) -> 
 
 def _note(doing: str, why: str, failures: tuple[ServerFailure, ...]) -> None:
     say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {doing}: {why}")
-    with suppress(OSError):  # such as a full disk: it keeps the cluster all the same
+    with suppress(OSError):  # a full disk must not end the keeper
         write_json(paths.state() / NOTE, {"state": doing, "why": why, "failures": len(failures)})
 
 
 def main(argument: str) -> int:
-    """Keep the cluster of this configuration; return the exit code."""
+    """Run the keeper of the cluster with this configuration, as JSON; return the exit code."""
     config = ClusterConfig.model_validate_json(argument)
     try:
         with interrupt.caught(), locked(paths.state() / LOCK, PURPOSE):

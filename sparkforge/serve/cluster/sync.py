@@ -1,7 +1,7 @@
-"""`./inv cluster.sync`: the head's model and image go to the other nodes over the link.
+"""`./inv cluster.sync`: sends the head's model and image to the other nodes over the link.
 
-rsync sends the files: it compares them by their checksums, sends only what differs, and resumes interrupted transfers.
-docker sends the image.
+rsync sends the files: it compares checksums, sends only the differences, and resumes interrupted transfers. `docker
+save` and `docker load` send the image.
 """
 
 import getpass
@@ -28,7 +28,7 @@ from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 
 SEND_SECONDS = 6 * 3600.0  # for 65 GB over a link of 10 GB/s, or over a cable of 1 Gb/s
 FLUSH_SECONDS = 3600.0
-SILENT_SECONDS = 60  # until rsync gives up a silent connection; it is not silent while it hashes
+SILENT_SECONDS = 60  # until rsync ends a silent connection; it sends keepalives while it hashes
 RESUME = "./inv cluster.sync   # it resumes the transfer"
 # The files that vLLM reads and cluster.check compares.
 PATTERNS = (*MODEL_FILES, *(f"*{suffix}" for suffix in probe.COMPARED))
@@ -37,15 +37,15 @@ RSYNC = (
     "rsync", "--dirs", "--times", "--copy-links", "--inplace", "--no-whole-file", "--checksum", "--mkpath", "--fsync",
     "--out-format=%n", "--exclude=*/", *(f"--include={pattern}" for pattern in PATTERNS), "--exclude=*",
 )  # fmt: skip
-RSYNC_VERSION = "3.2.4"  # the first one with --fsync; --mkpath is of 3.2.3
-INSTALL = "sudo apt update && sudo apt install rsync"  # upgrades an installed one
+RSYNC_VERSION = "3.2.4"  # the first version with --fsync; --mkpath came with 3.2.3
+INSTALL = "sudo apt update && sudo apt install rsync"  # also upgrades an installed rsync
 
 
 def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False) -> None:
     """Copy the model's folder from the head to every other node.
 
-    A missing folder appears only when all its files are complete. Raises UsageError without a model, InputError for a
-    folder without one, and what `sending_error` returns; the same command resumes an interrupted transfer.
+    A missing folder is created only when all its files are complete. Raises UsageError if no model is named, InputError
+    for a folder without a model, and the errors of `sending_error`. The same command resumes an interrupted transfer.
     """
     folder, head = model or config.model, config.head
     if not folder:
@@ -79,7 +79,7 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, *, dry_run: b
         say(f"{node.name}: would get {', '.join(names) or 'nothing'}")
         return
     if not whole:
-        # An earlier run may have been cut off when the files were complete, before rsync had flushed them to the disk.
+        # An earlier run may have ended with complete files that rsync had not yet flushed to the disk.
         commands = (
             ["sync", "-f", "--", collected],
             ["mv", "-T", "--", collected, folder],
@@ -103,7 +103,7 @@ def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
 
 
 def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> SparkforgeError:
-    """Return the error that messages of rsync, ssh or docker describe; their last lines rarely say it."""
+    """Return the error that the output of rsync, ssh or docker describes; its last line rarely has the cause."""
     commands = (f"ssh -t {n.ssh} {shlex.quote(INSTALL)}" if n.ssh else INSTALL for n in (head, node))
     on_both = " && ".join((*commands, RESUME))
     meanings: tuple[tuple[str, type[SparkforgeError], str, str, str], ...] = (
@@ -127,10 +127,10 @@ def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> 
 
 
 def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
-    """Load the head's image on every other node that has none, or another one, and compare the ids.
+    """Load the head's image on every other node with no image or another one, and compare the ids.
 
-    Raises UsageError on the embedded device, InputError if the head has no image, NetworkError, and IntegrityError if
-    the node then has another image, or trust.toml refuses the image.
+    Raises UsageError on the embedded device, InputError if the head has no image, the errors of `sending_error`, and
+    IntegrityError if a node then has another image, or trust.toml refuses the image.
     """
     if not config.in_containers:
         raise UsageError("there is no image to send", f"device {config.device} has none", "without --image")
@@ -167,6 +167,6 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
 
 
 def image_id(node: ClusterNode, name: str) -> str:
-    """Return an image's id on a node; empty if it is missing. Raises what `remote.output` raises without docker."""
+    """Return an image's id on a node; empty if the image is missing. Raises the errors of `remote.output`."""
     argv = ["docker", "image", "ls", "--no-trunc", "--format", "{{.ID}}", name]
     return next(iter(remote.output(node, argv, seconds=SILENT_SECONDS).splitlines()), "")

@@ -1,11 +1,11 @@
 """`python -P watch.py OPTIONS -- COMMAND`: run a node's part of a server, and end it when another node's part ends.
 
-vLLM watches the workers of its own machine only: without this, a head that has lost a worker keeps its port open and
-answers nobody, and a worker whose head is gone waits for ever. The nodes hold a connection to the head on the control
-network and send a line a second. If a node's connection breaks, its lines stop, or it reports that its server has
-ended, all other nodes end their parts, and write the node's name into their log.
+vLLM watches the workers of its own machine only. Without this program, a head that has lost a worker keeps its port
+open but answers no request, and a worker that has lost its head waits for ever. Each worker holds a connection to the
+head on the control network; both ends send a line a second. If a node's connection breaks, its lines stop, or it
+reports that its server has ended, all other nodes end their parts, and write the node's name into their logs.
 
-It runs as a file below the supervisor (sparkforge/serve/supervise.py) and imports the standard library alone.
+It runs as a file below the supervisor (sparkforge/serve/supervise.py) and imports only the standard library.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from contextlib import suppress
 from typing import Any
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 10.0  # ten lines lost: the cable, the machine, or its kernel
-GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL: vLLM waits for answers that cannot be computed any more
+SILENT_SECONDS = 10.0  # ten lost lines mean that the cable, the machine or its kernel has failed
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL, because vLLM waits for answers that cannot be computed any more
 TURN_SECONDS = 0.2
-LONGEST_LINE = 4096  # bytes; we send no longer ones
+LONGEST_LINE = 4096  # bytes; our own lines are shorter
 ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
 MEMORY = "its memory guard ended it"  # serve/supervise.py sends SIGURG first, which other programs ignore
 ORPHANED = "its supervisor was killed"  # the kernel then sends SIGTERM, by PR_SET_PDEATHSIG in serve/supervise.py
 STOPPED = "it was stopped"  # by a signal: on request, or because the machine shuts down in order
-# Read by people, the doctor, and the status of a node's part.
+# Read by people, by `./inv doctor`, and by `node.loss`.
 MESSAGE = """✗ node {node} ended this node's part of the server [server.cluster]
   why:  {why}
   next: ./inv cluster.logs, then ./inv cluster.up"""
@@ -37,7 +37,7 @@ MESSAGE = """✗ node {node} ended this node's part of the server [server.cluste
 class NodeWatch:
     """Connections to the other nodes: the head has one to each worker, a worker one to the head.
 
-    `loss` becomes the name of the first node that ends the server, and why.
+    `loss` is a future: the name of the first node that ends the server, and the reason.
     """
 
     def __init__(self, settings: argparse.Namespace, token: str) -> None:
@@ -47,7 +47,7 @@ class NodeWatch:
         self.loss: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "") -> None:
-        """Read a node's lines until its connection ends. Without the token it is closed, and changes nothing."""
+        """Read a node's lines until its connection ends. A connection without the token is closed without effect."""
         why = "its connection broke"
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENT_SECONDS):
@@ -84,7 +84,7 @@ class NodeWatch:
             await asyncio.sleep(TURN_SECONDS)
 
     async def beat(self) -> None:
-        """Send lines that say that this node lives."""
+        """Send a line every BEAT_SECONDS, so that the other nodes know that this node runs."""
         while True:
             self._send({})
             await asyncio.sleep(BEAT_SECONDS)
@@ -95,7 +95,7 @@ class NodeWatch:
             self._lose(", ".join(sorted(self._missing)), f"it did not connect within {self._settings.join:g} s")
 
     async def tell(self, node: str, why: str) -> None:
-        """Tell the other nodes that the server ends and because of which node."""
+        """Send the other nodes the end of the server: `node` is the node that caused it, and `why` the reason."""
         await asyncio.sleep(TURN_SECONDS)  # to read the hello of a node that has just connected
         self._send({"node": node, "end": why})
         for writer in self._writers:
