@@ -1,7 +1,7 @@
 """The startup validator: facts → checks → report → exit code.
 
 `run(profile, Options(...))` validates this machine and returns a ValidationReport; its `error()` is the reason why the
-server must not start. `python -m validate` is the same as a command.
+server must not start. The command is `python -m validate`.
 """
 
 from validate.facts.target import Options

@@ -40,7 +40,7 @@ def make_parser() -> ArgumentParser:
 
 
 def validate(arguments: argparse.Namespace) -> ValidationReport:
-    """Validate this machine, or judge a recorded sheet."""
+    """Validate this machine, or judge a recorded sheet. Raises UsageError and InputError."""
     if arguments.facts is not None:
         sheet, origin = load_sheet(arguments.facts), read_json(arguments.facts).get("origin")
         name = f"recorded sheet {arguments.facts}" + (f" ({origin})" if isinstance(origin, str) else "")
@@ -51,7 +51,7 @@ def validate(arguments: argparse.Namespace) -> ValidationReport:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Validate, print, write; return the exit code."""
+    """Validate, print the report, write it as JSON if --json is given, and return the exit code."""
     reports = list[ValidationReport]()
 
     def run_once() -> None:

@@ -30,7 +30,7 @@ class ValidationVerdict(StrEnum):
 
     SERVE = "serve"
     REFUSE = "refuse"
-    INCOMPLETE = "incomplete"  # nothing failed, but a required check was skipped: not green
+    INCOMPLETE = "incomplete"  # nothing failed, but a required check was skipped, so the server must not start
 
 
 CLOSING = {
@@ -53,11 +53,11 @@ class ValidationReport:
     origin: str
 
     def of(self, *statuses: Status, required: bool | None = None) -> list[Finding]:
-        """Findings with one of `statuses`; with `required` only required (True) or advised (False) ones."""
+        """Return the findings with one of `statuses`; `required` selects required (True) or advised (False) checks."""
         return [f for f in self.findings if f.status in statuses and required in (None, f.required)]
 
     def error(self) -> SparkforgeError | None:
-        """The error with the reason why the server must not start; None if it may."""
+        """Return the error with the reason why the server must not start; None if it may start."""
         if self.verdict is ValidationVerdict.SERVE:
             return None
         if self.verdict is ValidationVerdict.REFUSE:
@@ -73,7 +73,7 @@ class ValidationReport:
 def run(profile: str, options: Options, sheet: Facts | None = None) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.
 
-    `sheet` has the facts that need no child process; without it they are gathered here. The facts of child processes
+    `sheet` has the facts that need no child process; without `sheet` they are gathered. The facts of child processes
     are gathered only if the options and a check of the profile require them.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
@@ -94,7 +94,7 @@ def run(profile: str, options: Options, sheet: Facts | None = None) -> Validatio
 
 
 def rehearse(profile: str, sheet: Facts, origin: str) -> ValidationReport:
-    """Judge a recorded sheet with `profile`, without reading this machine. Raises UsageError as `run`."""
+    """Judge a recorded sheet for `profile`, without facts of this machine. Raises UsageError for an unknown profile."""
     seconds = dict.fromkeys(("facts", "imports", *PROGRAMS), 0.0)
     return _judge(named(profile), sheet, seconds, origin, with_deep=True)
 
@@ -130,7 +130,7 @@ def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bo
 
 
 def lines(report: ValidationReport) -> Iterator[str]:
-    """One line per check with its evidence; below each check that did not pass, its fix and its page."""
+    """Yield the report as lines for a log: a title, the lines of the findings, and the verdict with counts."""
     yield f"validate · profile {report.profile} · {report.origin} · {report.timestamp}"
     yield from finding_lines(report.findings)
     counts = ", ".join(f"{len(report.of(status))} {word}" for status, word in WORDS.items())
@@ -139,7 +139,7 @@ def lines(report: ValidationReport) -> Iterator[str]:
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line for each finding; below each finding that did not pass, its fix and its page."""
+    """Yield a line for each finding; below each warning, failure or skipped required check, its fix and its page."""
     width = max((len(finding.check) for finding in findings), default=0)
     for finding in findings:
         yield f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}"
@@ -149,12 +149,12 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """Replace line ends and control characters, so that a recorded text cannot forge lines of the log."""
+    """Return `text` without line ends and control characters, so that a recorded text cannot forge lines of the log."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 def as_document(report: ValidationReport) -> dict[str, Any]:
-    """The report as JSON values (docs/concepts/validation.md, "JSON report"). --facts can read it."""
+    """Return the report as JSON values (docs/concepts/validation.md, "JSON report"). --facts can read them."""
     return {
         "schema": SCHEMA, "profile": report.profile, "verdict": str(report.verdict), "exit_code": exit_code(report),
         "timestamp": report.timestamp, "origin": report.origin, "seconds": dict(report.seconds),
@@ -164,6 +164,6 @@ def as_document(report: ValidationReport) -> dict[str, Any]:
 
 
 def exit_code(report: ValidationReport) -> int:
-    """0 if the server may start, else the exit code of its error."""
+    """Return 0 if the server may start, else the exit code of the report's error."""
     error = report.error()
     return 0 if error is None else error.exit_code

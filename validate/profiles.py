@@ -10,7 +10,7 @@ from sparkforge.core.tables import Record
 
 
 class Profile(Record):
-    """A named choice of checks. `stack` is the default table of pins.toml whose versions are expected."""
+    """A named selection of checks. `stack` is the default for the table of pins.toml with the expected versions."""
 
     name: str
     stack: str

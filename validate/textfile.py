@@ -1,6 +1,6 @@
 """A validation report as a Prometheus textfile: a series for each check and status, 1 for the current status.
 
-It is made from the JSON document, so that a hung validator can be reported in the same way.
+The input is the report's JSON document, because a hung validator is also reported as such a document.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ MAX_VALUE = 10**9  # upper limit of lengths and counts
 PORT = 8000  # of ./inv up
 PROMPTS_PER_SLOT = 10  # the competition's NUM_PROMPTS = CONC * 10
 WARMUPS_PER_SLOT = 2  # and its --num-warmups = 2 * CONC
-FIXED_BEFORE = 1.0  # older harnesses' value for a fixed length; vLLM now takes a spread below 1
+FIXED_BEFORE = 1.0  # the value for a fixed length in older benchmark programs; vLLM now takes a spread below 1
 
 
 @dataclass(frozen=True)

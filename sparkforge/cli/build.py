@@ -40,7 +40,7 @@ def chosen_stack(name: str) -> str:
 
 
 def chosen_jobs(jobs: str) -> str:
-    """Return the compilers wanted at once, by --jobs or the first set of JOBS_VARIABLES. Raises UsageError."""
+    """Return the number of compilers at once, or auto: from --jobs, else from JOBS_VARIABLES. Raises UsageError."""
     name = "--jobs" if jobs != "auto" else next((name for name in JOBS_VARIABLES if os.environ.get(name)), "")
     text = jobs if jobs != "auto" else os.environ.get(name) or "auto"
     if text != "auto" and not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) > 0):
@@ -52,7 +52,7 @@ def chosen_jobs(jobs: str) -> str:
 def image_path(name: str) -> str:
     """Return a user's path as an absolute path; return the name of an image or a repository unchanged.
 
-    Raises UsageError for an unknown option, which Invoke takes for a name.
+    Raises UsageError for an unknown option, because Invoke parses it as a name.
     """
     if name.startswith("-"):
         raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "--help")
@@ -68,7 +68,7 @@ def program_path(flag: str, text: str) -> str:
 
 
 def build_image(stack: str, steps: Steps, options: ImageOptions | None = None) -> None:
-    """Build a stack's image through Compose; one for another platform is not what Compose serves here."""
+    """Build a stack's image through Compose. With `options.platform` it does not get the tags that Compose serves."""
     from sparkforge.image import versions
     from sparkforge.image.build import ImageOptions, build
     from sparkforge.image.inspect import ready_to_build

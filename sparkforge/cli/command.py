@@ -1,6 +1,6 @@
 """The parts that every command shares: options, exit codes, and parsing of texts on the command line.
 
-An error of ours becomes three lines and its family's exit code, never a traceback.
+A SparkforgeError is printed in three lines and gives the exit code of its family, never a traceback.
 """
 
 import dataclasses
@@ -29,35 +29,35 @@ from sparkforge.core.process import call
 from sparkforge.core.program import declare
 
 SHORT_FLAGS = {"follow": "f"}  # the same in every command; -h is --help
-DEFAULT_STACK = "{default stack}"  # in the text of an option: the help shows the stack's name there
-DIGITS = 20  # of a whole number on the command line; Python refuses to convert 4,300
+DEFAULT_STACK = "{default stack}"  # in the text of an option; the help replaces it by the stack's name
+DIGITS = 20  # at most, of a whole number on the command line; Python refuses to convert more than 4,300
 REPORT = (
     "\nThis is a fault of Sparkforge itself. Please report it with the lines above, the command, and the archive that\n"
     "    ./inv doctor --bundle support.tar.gz\nwrites (without secrets, paths and host names)."
 )
 STATELESS = ("models", "plan", "audit", "compare")  # functions of commands that need no state folder
-LONGEST_WORD = 200  # characters of a value that is repeated in an error
-SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP
+LONGEST_WORD = 200  # characters; an error's command leaves longer values out
+SIGNALLED = 128  # exit code without the signal's number, as in shells: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP
 
 
 class CommandTask(Task):  # type: ignore[type-arg]
     """An Invoke task with an example for its help, and without generated short flags."""
 
-    # Invoke itself has no optional positional arguments: run by Invoke, `up` has an option instead, and other commands
-    # require the argument. In program.py it may be left out.
+    # Invoke has no optional positional arguments. If Invoke runs the commands, `up` has an option instead, and other
+    # commands require the argument. With program.py the argument is optional.
     run_by_invoke: ClassVar[bool] = True
 
     def __init__(
         self, body: Callable[..., None], example: str, texts: Mapping[str, str], *, optional: str = "", rest: str = ""
     ) -> None:
         self.example, self.may_be_left_out, self.rest = example, optional, rest
-        # `json_` is the option --json: a parameter must not hide a module or a builtin.
+        # The parameter of --json is `json_`, because a parameter must not hide a module or a builtin.
         self.texts = {name.strip("_").replace("_", "-"): text for name, text in texts.items()}
         self.rest_text = self.texts.pop(rest.replace("_", "-"), "")
         super().__init__(body, auto_shortflags=False, help=dict(self.texts))
 
     def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
-        """Return the arguments for the parser, with their help, because Invoke removes the texts at each call."""
+        """Return the parser's arguments. Their help texts are set again, because Invoke removes them at each call."""
         self.help = dict(self.texts)
         arguments: list[Argument] = super().get_arguments(ignore_unknown_help)
         for argument in arguments:
@@ -76,11 +76,11 @@ class CommandTask(Task):  # type: ignore[type-arg]
 def task(
     example: str = "", *, options: type | None = None, optional: str = "", rest: str = "", **texts: str
 ) -> Callable[[Callable[..., None]], CommandTask]:
-    """Make a command of a function; its docstring is the help, `texts` are the help texts of its parameters.
+    """Return a decorator that makes a command of a function; the docstring is the command's help.
 
-    `options` is a dataclass whose fields are made by `option`: the function gets an object of it as second argument.
-    `optional` names a positional parameter that may be left out, and is empty then. `rest` names one that takes the
-    words after `--`, a list.
+    `texts` are the help texts of the parameters. `options` is a dataclass whose fields are made by `option`; the
+    function gets an instance as second argument. `optional` names a positional parameter that may be left out and is
+    empty then. `rest` names the parameter that takes the list of words after `--`.
     """
 
     def decorate(function: Callable[..., None]) -> CommandTask:
@@ -92,12 +92,12 @@ def task(
 
 
 def option(text: str, default: Any = "", *, positional: bool = False) -> Any:
-    """Return a field of a dataclass of options: its default and its help text; a `positional` one has no flag."""
+    """Return a field of a dataclass of options, with default and help text; a `positional` field has no flag."""
     return dataclasses.field(default=default, metadata={"help": text, "positional": positional})
 
 
 def _with_fields(options: type, function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function with the fields of a dataclass as parameters in place of its second one, the object."""
+    """Return the function with a dataclass's fields as parameters in place of its second parameter, the instance."""
     fields = dataclasses.fields(options)
 
     @functools.wraps(function)
@@ -121,8 +121,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        """Raises Invoke's Exit, which prints nothing, for everything but a bug of ours."""
-        # stdout escapes what its encoding lacks: half a surrogate pair in an answer, anything but ASCII in LANG=C.
+        """Raise Invoke's Exit, which prints nothing, for every error except a bug of ours."""
+        # stdout escapes characters that it cannot encode: half a surrogate pair, or non-ASCII characters in LANG=C.
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
@@ -148,7 +148,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             show_error(declared)
             raise Exit(code=declared.exit_code) from None
-        if number := interrupt.ending():  # for a command that handled the interrupt, as one that shows a log does
+        if number := interrupt.ending():  # the command handled the interrupt itself, such as `logs`
             raise Exit(code=SIGNALLED + number)
 
     return wrapped
@@ -165,7 +165,7 @@ def _close_state(function: str) -> None:
 def whole_command(fix: str, function: Callable[..., Any], values: Mapping[str, Any]) -> str:
     """Return an error's `fix` as a complete command (see `core.errors`), from the called command.
 
-    `values` maps the parameters of the called command's `function` to values. Long or unprintable ones are left out.
+    `values` maps the parameters of the called command's `function` to values. Long or unprintable values are left out.
     """
     from sparkforge.cli import namespace  # it imports this module
 
@@ -223,7 +223,7 @@ def nobody_reads() -> bool:
 
 
 def caller_path(text: str) -> str:
-    """Return an absolute path for one on the command line, from the caller's folder (INV_CWD); empty stays empty."""
+    """Return a path on the command line as an absolute path, from the caller's folder (INV_CWD); empty stays empty."""
     return str(Path(os.environ.get("INV_CWD") or Path.cwd()) / paths.typed(text)) if text else ""
 
 
@@ -241,12 +241,12 @@ def caller_paths(text: str) -> list[Path]:
 
 
 def whole_number(flag: str, text: str) -> int:
-    """Return `text` as an int. Raises UsageError; Invoke's own conversion would end in a traceback."""
-    if re.fullmatch(r"[+-]?\d+", text, re.ASCII) and len(text) <= DIGITS:  # int() also takes 1_000 and other scripts
+    """Return `text` as an int. Raises UsageError; Invoke's own conversion would give a traceback."""
+    if re.fullmatch(r"[+-]?\d+", text, re.ASCII) and len(text) <= DIGITS:  # int() also takes 1_000 and non-ASCII digits
         return int(text)
     raise UsageError(f"{flag} {text[: 2 * DIGITS]!r} is not valid", "it takes a whole number", "--help")
 
 
 def listed(text: str) -> list[str]:
-    """Return the words between commas, none of them empty."""
+    """Return the non-empty words between commas."""
     return [word for part in text.split(",") if (word := part.strip())]

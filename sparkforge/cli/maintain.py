@@ -47,7 +47,7 @@ def clean_cache(_ctx: Context, options: CleanOptions) -> None:
         arguments = ["--module", options.module] if options.module else []
         arguments += [name for name, chosen in flags.items() if chosen]
         if code := volume.run_cache("list") if options.list_ else volume.run_cache("clean", *arguments):
-            raise Exit(code=code)  # the program in the container has said why
+            raise Exit(code=code)  # the program in the container has printed the error
         return
     from sparkforge.compile import cache
 

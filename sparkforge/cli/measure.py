@@ -27,7 +27,7 @@ PATHS: dict[str, Callable[[str], str]] = {
 def with_options(
     names: tuple[str, ...], *positional: str, example: str, **texts: str
 ) -> Callable[[Callable[[Options], None]], CommandTask]:
-    """Make a command with the table's options `names`; its function gets their values as one mapping.
+    """Return a decorator that makes a command with the table's options `names`; the function gets a mapping of values.
 
     `texts` are help texts that replace the table's, and those of options that the table lacks.
     """

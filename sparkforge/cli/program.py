@@ -1,4 +1,4 @@
-"""The command line of `./inv`: help, the list of commands, and errors in three parts; Invoke parses and runs."""
+"""The command line of `./inv`: help, the list of commands, and errors. Invoke parses and runs the commands."""
 
 import difflib
 import os
@@ -24,8 +24,7 @@ from sparkforge.core.console import echo, show_error
 from sparkforge.core.errors import SparkforgeError, UsageError
 
 CommandTask.run_by_invoke = False  # with _parse, users may omit a command's optional positional argument
-# What `./inv --list` shows, by the user's job. `NAME.*` stands for those of a collection's commands that are not listed
-# by name.
+# The groups of `./inv --list`, by the user's job. `NAME.*` stands for all commands of a collection that no group names.
 GROUPS = {
     "serve": ("up", "down", "status", "logs", "chat", "run", "rollback", "service.*", "cluster.*", "max.*"),
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
@@ -70,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
             return error.exit_code
         except Exit as error:
             return error.code
-    except BrokenPipeError:  # `./inv --list | head`: ends as other programs do, with the code of SIGPIPE
-        null = os.open(os.devnull, os.O_WRONLY)  # for what Python still writes, such as its flush at exit
+    except BrokenPipeError:  # as in `./inv --list | head`: end with the code of SIGPIPE, like other programs
+        null = os.open(os.devnull, os.O_WRONLY)  # for later output of Python, such as the flush at exit
         for number in (1, 2):
             os.dup2(null, number)
         return SIGNALLED + signal.SIGPIPE
@@ -120,7 +119,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _information(arguments: list[str], rest: list[str] | None, contexts: Mapping[str, ParserContext]) -> str | None:
-    """Return the output of an option without a command; None if the first word is no such option. Raises UsageError."""
+    """Return the output of an option without a command; None if there is no such option. Raises UsageError."""
     value = arguments[1] if arguments[1:] else ""
     match arguments[0]:
         case "--version":
@@ -138,7 +137,7 @@ def _information(arguments: list[str], rest: list[str] | None, contexts: Mapping
 
 
 def completions(words: Sequence[str], contexts: Mapping[str, ParserContext]) -> list[str]:
-    """Complete the last word: return commands, or options of the command before it. The shell completes files."""
+    """Return completions of the last word: commands, or options of the preceding command. The shell completes files."""
     command = next((word for word in reversed(words[:-1]) if word in contexts), "")
     if command:
         return sorted(contexts[command].flag_names()) if words[-1].startswith("-") else []
@@ -146,7 +145,7 @@ def completions(words: Sequence[str], contexts: Mapping[str, ParserContext]) -> 
 
 
 def _parse(arguments: list[str]) -> list[ParserContext]:
-    """Return the arguments as Invoke parses them; an optional positional argument that is missing is empty."""
+    """Return the arguments parsed by Invoke; a missing optional positional argument is empty. Raises ParseError."""
     try:
         return list(Parser(contexts=namespace.to_contexts()).parse_argv(arguments))
     except ParseError as error:
@@ -160,7 +159,7 @@ def _parse(arguments: list[str]) -> list[ParserContext]:
 
 
 def _require_options(context: ParserContext, arguments: list[str], contexts: dict[str, ParserContext]) -> None:
-    """Raise UsageError for an option that a command lacks: Invoke would take it for a positional argument."""
+    """Raise UsageError for an unknown option of a command, because Invoke would parse it as a positional argument."""
     is_value = False
     for word in _with_two_dashes([str(context.name), *arguments], contexts)[1:]:
         if is_value:
@@ -175,7 +174,7 @@ def _require_options(context: ParserContext, arguments: list[str], contexts: dic
 
 
 def _with_two_dashes(arguments: Iterable[str], contexts: Mapping[str, ParserContext]) -> list[str]:
-    """Return the arguments with `-isl` as `--isl`, as in the gpt-oss competition; words that begin like -f stay."""
+    """Return the arguments with `-isl` as `--isl`, as in the gpt-oss competition; a short flag such as -f stays."""
     changed, short = list[str](), set[str]()
     for argument in arguments:
         if argument in contexts:
@@ -189,7 +188,7 @@ def _with_two_dashes(arguments: Iterable[str], contexts: Mapping[str, ParserCont
 
 
 def require(name: str, names: Iterable[str]) -> str:
-    """Return `name` if it is a command's. Raises UsageError with the nearest one."""
+    """Return `name` if it is in `names`. Raises UsageError with the nearest name."""
     if name in names:
         return name
     if name.startswith("-"):
@@ -228,7 +227,7 @@ def usage_error(error: ParseError, contexts: dict[str, ParserContext], arguments
 
 
 def _nearest(word: str, names: Iterable[str], otherwise: str, prefix: str) -> tuple[str, str]:
-    """Return why a word is refused and what to run instead: the nearest name, if one is near."""
+    """Return the reason why a word is refused, and the command to run instead, with the nearest name if one is near."""
     if matches := difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.5):
         return f"the nearest is {matches[0]}", f"{prefix}{matches[0]}"
     return "nothing has a similar name", otherwise
@@ -268,7 +267,7 @@ def _names() -> list[str]:
 
 
 def expanded(names: Iterable[str]) -> list[str]:
-    """Return `names` with `NAME.*` replaced by the commands of that collection that no group lists by name."""
+    """Return `names` with `NAME.*` replaced by the commands of that collection that no group names."""
     listed = {name for group in GROUPS.values() for name in group}
     expanded = list[str]()
     for name in names:
@@ -298,7 +297,7 @@ def command_help(context: ParserContext, name: str) -> str:
         value = " VALUE" if argument.takes_value else ""
         text = argument.help or ""
         if DEFAULT_STACK in text:
-            from sparkforge import pins  # 100 ms, which the list of commands need not pay
+            from sparkforge import pins  # takes 100 ms and is not needed for the list of commands
 
             text = text.replace(DEFAULT_STACK, pins.load().default)
         text += f" (default: {argument.default})" if argument.takes_value and argument.default else ""

@@ -52,7 +52,10 @@ class ServeOptions:
 
 
 def planned(options: ServeOptions) -> StartPlan:
-    """Return the plan of a command's options, MODEL, PORT and MAX_MODEL_LEN; print which device serves, and why."""
+    """Return the plan for a command's options, MODEL, PORT and MAX_MODEL_LEN; print the device and the reason for it.
+
+    Raises UsageError for an invalid option.
+    """
     from sparkforge.core.vllm_flags import NAMES, passable
     from sparkforge.image.devices import CONTAINERS
     from sparkforge.serve import access, settings
@@ -91,7 +94,10 @@ def planned(options: ServeOptions) -> StartPlan:
 
 
 def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
-    """Return the options with the recipe's model and flags. Raises UsageError, and as `profiles.require_recipe`."""
+    """Return the options with the recipe's model and flags.
+
+    Raises UsageError if `options.model` is set, and the errors of `profiles.require_recipe`.
+    """
     from sparkforge.image.devices import stack_of
     from sparkforge.serve import profiles
     from sparkforge.serve.devices.choose import choose
@@ -146,7 +152,7 @@ def up(_ctx: Context, options: UpOptions) -> None:
 
 
 def started(options: UpOptions) -> Server:
-    """Start the server that the options describe. Raises the same errors as `sparkforge.serve.devices.device.start`."""
+    """Start the server that the options describe. Raises the errors of `sparkforge.serve.devices.device.start`."""
     from sparkforge.image.devices import DOCKER, GPU
     from sparkforge.models import recipes
     from sparkforge.plan import capabilities
@@ -291,7 +297,7 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
 
 
 def require_message(message: str, command: str) -> None:
-    """Raise UsageError for an option that the command does not have: Invoke takes it for the message."""
+    """Raise UsageError for an unknown option, because Invoke parses it as the message."""
     if message.startswith("-"):
         why, fix = "its options are in --help", "./inv chat --help   # send a message that begins with - on stdin"
         raise UsageError(f"./inv {command} has no option {message[:40]}", why, fix)
@@ -326,7 +332,7 @@ def rollback(
     from sparkforge.serve.devices.device import run
 
     def starter(plan: StartPlan) -> Callable[[], Server]:
-        """Return a function that starts a recorded plan. A missing image is an error; it is not built."""
+        """Return a function that starts a recorded plan. A missing image is an error and is not built."""
         return partial(run, device_for(plan, lambda *_: None))
 
     if list:
@@ -375,7 +381,7 @@ SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
     now="start it too",
     show="print the unit and the file it would be written to, and change nothing",
     rest="vllm_flags",
-    # The service's settings are read once, when its unit is written.
+    # The options apply when the unit is written, not when it starts.
     device="as for up; `auto` is decided now, not at boot",
     profile="docker: a serve profile",
 )
@@ -398,7 +404,7 @@ def service_install(
         fix = "--help   # name a folder of models/, which ./inv pull makes"
         raise UsageError(f"{named} is not a folder", why, fix)
     plan = planned(options)
-    device_for(plan, build_image)  # which checks the plan
+    device_for(plan, build_image)  # checks the plan
     stack_of(plan.device, plan.stack)
     stated = {
         **{name: getattr(plan, name) for name in ("device", "model", "profile", "port", "host", "stack", "python")},

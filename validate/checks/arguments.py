@@ -15,7 +15,7 @@ CHECKS = CheckList[View]()
 
 
 class ArgumentRule(Record):
-    """A problem of an argument and its fix; `values` is a pattern for the beginning of the affected values."""
+    """A problem with an argument, and its fix; `values` is a pattern for the beginning of the affected values."""
 
     flags: tuple[str, ...]
     status: Status
@@ -25,7 +25,7 @@ class ArgumentRule(Record):
 
 
 class ArgumentTable(Record):
-    """The whole of `arguments.toml`; `replacements` maps variables that older guides for the Spark set to flags."""
+    """The whole of `arguments.toml`; `replacements`: a variable in older guides for the Spark → the flag to use now."""
 
     rule: tuple[ArgumentRule, ...]
     replacements: dict[str, str]
@@ -84,9 +84,10 @@ def _serve_arguments(view: View) -> CheckResult:
 
 
 def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str]) -> str:
-    """Return the instructions that a processor lacks for these arguments on vLLM's CPU build; empty if none.
+    """Return a sentence about instructions that vLLM's CPU build needs for these arguments and the processor lacks.
 
-    `flags` are those in /proc/cpuinfo. Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py, vLLM 0.32.0.
+    It is empty if the processor lacks none. `flags` are those in /proc/cpuinfo. Source: `_get_attn_isa` in
+    vllm/v1/attention/backends/cpu_attn.py, vLLM 0.32.0.
     """
     cache = flag_value(arguments, "--kv-cache-dtype") or "auto"
     if cache not in UNQUANTIZED and not (machine == "x86_64" and {"avx512f", "amx_tile"} & set(flags)):

@@ -1,4 +1,4 @@
-"""Checks and findings, of a machine or a cluster. A check is a pure function of facts; an error in it is a fail."""
+"""Checks and findings of a machine or a cluster. A check is a pure function of facts; if it raises, it has failed."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check's answer: its status, the evidence as a sentence, and a fix if the check's own one does not fit."""
+    """A check's result: its status, the evidence as a sentence, and a fix if the check's default fix does not apply."""
 
     status: Status
     evidence: str
@@ -38,7 +38,7 @@ class CheckResult:
 
 
 class FactMissing(Exception):  # noqa: N818 - control flow inside this module, never seen by a user
-    """A fact is unknown or of the wrong type; `fix` is its next command, empty for the check's."""
+    """A fact is unknown or of the wrong type; `fix` is the next command, or empty for the check's default fix."""
 
     def __init__(self, why: str, fix: str = "") -> None:
         super().__init__(why)
@@ -52,38 +52,38 @@ class View:
         self._facts = facts
 
     def text(self, name: str) -> str:
-        """A non-empty text."""
+        """Return a fact that is a non-empty text."""
         return str(self._typed(name, "text", str, bool))
 
     def number(self, name: str) -> float:
-        """A finite number, not a boolean."""
+        """Return a fact that is a finite number, not a boolean."""
         return float(
             self._typed(name, "a number", (int, float), lambda value: type(value) is not bool and abs(value) < 1e18)
         )
 
     def flag(self, name: str) -> bool:
-        """A truth value."""
+        """Return a fact that is a boolean."""
         return bool(self._typed(name, "true or false", bool))
 
     def names(self, name: str) -> list[str]:
-        """A list of texts."""
+        """Return a fact that is a list of texts."""
         return list(
             self._typed(name, "a list of texts", list, lambda value: all(isinstance(item, str) for item in value))
         )
 
     def table(self, name: str) -> dict[str, Value]:
-        """A table of values by name."""
+        """Return a fact that is a table of values by name."""
         return dict(self._typed(name, "a table", dict))
 
     def numbers(self, name: str) -> dict[str, float]:
-        """A non-empty table of numbers by name."""
+        """Return a fact that is a non-empty table of numbers by name."""
         table = self.table(name)
         if not table or not all(isinstance(value, (int, float)) for value in table.values()):
             raise _of_type(name, table, "a table of numbers")
         return table
 
     def version(self, name: str) -> Version:
-        """A version; if it does not have Python's form (3.12.3+, 9.20-1ubuntu), its leading numbers."""
+        """Return a fact that is a version; only its leading numbers if it is not Python's form (9.20-1ubuntu)."""
         text = self.text(name)
         with suppress(InvalidVersion):
             return Version(text)
@@ -92,7 +92,7 @@ class View:
         return Version(match[1])
 
     def is_none(self, name: str) -> bool:
-        """Whether the fact is known and its value is none (an unset variable, no limit)."""
+        """Return whether the fact is known to have no value (an unset variable, no limit)."""
         return self._entry(name).value is None
 
     def _entry(self, name: str) -> Fact:
@@ -167,7 +167,7 @@ class CheckList(list[Check[FactSource]]):
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result in a profile. `required` False: it can warn, never refuse."""
+    """A check's result in a profile. A check with `required` False can only warn."""
 
     check: str
     status: Status
@@ -178,7 +178,7 @@ class Finding:
 
 
 def evaluate(check: Check[FactSource], facts: FactSource, *, required: bool = True) -> Finding:
-    """Judge one check. An unknown fact or a bug in the check is a fail; a fail of an advised check is a warning."""
+    """Return a check's finding. An unknown fact or a bug in the check is a failure; an advised check only warns."""
     try:
         judgement = check.judge(facts)
     except FactMissing as error:
@@ -192,27 +192,27 @@ def evaluate(check: Check[FactSource], facts: FactSource, *, required: bool = Tr
 
 
 def skipped(check: Check[Any], reason: str, fix: str = "", *, required: bool = True) -> Finding:
-    """Build the finding of a check that was not run."""
+    """Return the finding of a check that was not run."""
     return Finding(check.name, Status.SKIPPED, required, reason, fix, f"{check.doc}#{check.name}")
 
 
 def passed(evidence: str) -> CheckResult:
-    """The check passed."""
+    """Return the result of a check that passed."""
     return CheckResult(Status.PASS, evidence)
 
 
 def warned(evidence: str, fix: str = "") -> CheckResult:
-    """The server will work, but the user should know."""
+    """Return a warning: the server will work, but the user should know the evidence."""
     return CheckResult(Status.WARN, evidence, fix)
 
 
 def failed(evidence: str, fix: str = "") -> CheckResult:
-    """The server must not start."""
+    """Return a failure: the server must not start."""
     return CheckResult(Status.FAIL, evidence, fix)
 
 
 def judged(fine: bool, evidence: str, fix: str = "") -> CheckResult:
-    """Pass if `fine`, else fail."""
+    """Return a passed check if `fine`, else a failed one."""
     return passed(evidence) if fine else failed(evidence, fix)
 
 

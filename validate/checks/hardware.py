@@ -18,7 +18,7 @@ DISK_FAIL, DISK_WARN = 2 * GIB, 10 * GIB  # our own bounds: torch.compile, Trito
 SHM_WARN = GIB  # Docker's default is 64 MiB
 NO_GPU = "nvidia-smi   # if it fails here, start the container with --gpus all"
 SAFER = "--gpu-memory-utilization 0.85"
-COUNTED = 0.5  # share of the allocation, above the noise of other processes in the container
+COUNTED = 0.5  # share of the test's allocation; other processes in the container change the count by less
 LARGER = "SPARKFORGE_MEMORY=8g docker compose up -d   # or no --memory"
 FREE_MEMORY = "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # first stop other programs"
 
@@ -150,7 +150,7 @@ def headroom(view: View) -> float | None:
 
 
 def reserve(view: View, total: float) -> float:
-    """Return the bytes of `total` that must stay free, because with less the memory guard ends the server."""
+    """Return the bytes of `total` below which the memory guard ends the server."""
     return thresholds.load().moved_to(view.number("memory.guard_gib")).end_below(int(total))
 
 
@@ -173,8 +173,8 @@ def _memory_unified(view: View) -> CheckResult:
         return failed(f"--gpu-memory-utilization {share:g} is not above 0 and at most 1", SAFER)
     if limit is not None and limit < host:  # the limit does not count CUDA's allocations
         return failed(f"the container's limit leaves {gib(limit)}, and vLLM's host side needs {gib(host)}", LARGER)
-    # vllm/v1/worker/utils.py request_memory: refuses to start when free < ceil(total * share).
-    # vLLM's share must hold this at its start: the plan's lines for one sequence of the greatest length.
+    # vLLM does not start if free < ceil(total * share): vllm/v1/worker/utils.py, request_memory.
+    # At its start, vLLM's share must cover the plan's lines for one sequence of the greatest length.
     model = serving.architecture(view)
     load = serving.load(view, model)
     wanted, needed = share * total, sum(line.bytes for line in share_lines(model, spark, load, int(weights)))
@@ -195,7 +195,7 @@ def _memory_unified(view: View) -> CheckResult:
         evidence = f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {parts}"
         refused = failed(evidence, "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both")
     elif free < wanted + host + reserved:
-        # The needed memory is free: a smaller share would work, with a smaller KV cache.
+        # The needed memory is free, so a smaller share, with a smaller KV cache, would work.
         use = f"{gib(wanted)} by vLLM ({share:g} of {gib(total)}), {beside}"
         evidence = f"{free_text}, and {gib(wanted + host + reserved)} may be taken: {use}"
         refused = failed(evidence, f"{stop_others(view)}; or --gpu-memory-utilization {smaller}")

@@ -1,4 +1,4 @@
-"""Checks of the kernels' results, the experts alone and every part of two layers, and of the model directory."""
+"""Checks of the kernels' results (of the experts, and of every part of two layers), and of the model directory."""
 
 from sparkforge.core.errors import InputError
 from sparkforge.core.memory import in_gib as gib
@@ -41,9 +41,9 @@ def _numerics(view: View) -> CheckResult:
     return passed(f"{evidence}; a CUDA graph replays it bit for bit")
 
 
-# Relative RMS difference that rounding explains, by a part's format. Measured on the CPU's backends: bfloat16 0.17 %,
-# MXFP8 3.3 %, MXFP4 13.4 %; an FP8 cache 9.6 %, since the softmax amplifies the error of a key.
-# By calculation FP8 equals MXFP8. A window that is off by one gives 4 %, missing sinks 20 %.
+# Largest relative RMS difference that rounding explains, by a part's format. Measured on the CPU's backends: bfloat16
+# 0.17 %, MXFP8 3.3 %, MXFP4 13.4 %; an FP8 cache 9.6 %, because the softmax amplifies the error of a key. FP8 is
+# calculated to equal MXFP8. A window that is off by one gives 4 %, missing sinks 20 %.
 TOLERANCES = {"bf16": 0.01, "fp8": 0.06, "mxfp8": 0.06, "mxfp4": 0.20}
 FP8_CACHE = 0.15
 

@@ -1,4 +1,4 @@
-"""Facts of the server to start: the model's architecture, and the load that vLLM's arguments allow."""
+"""The server that will start: the model's architecture, and the load that vLLM's arguments allow."""
 
 import re
 
@@ -23,7 +23,10 @@ def architecture(view: View) -> Architecture:
 
 
 def load(view: View, model: Architecture) -> Workload:
-    """Return the load that must fit when vLLM starts: one sequence of --max-model-len, and the limits of a step."""
+    """Return the load that must fit when vLLM starts: one sequence of --max-model-len, and the limits of a step.
+
+    Raises FactMissing for an unknown format or an argument that is not a number.
+    """
     arguments = view.names("serve.args")
     return Workload(
         context=longest(arguments, model.longest),
@@ -44,7 +47,10 @@ def dense_format(view: View) -> DenseFormat:
 
 
 def longest(arguments: list[str], default: int) -> int:
-    """Return --max-model-len, or KV_BLOCK for `auto` and -1, with which vLLM takes the longest that fits."""
+    """Return --max-model-len in tokens; KV_BLOCK for `auto` and -1, with which vLLM chooses the longest that fits.
+
+    Raises FactMissing if it is not a number.
+    """
     value = (flag_value(arguments, "--max-model-len") or "").strip()
     return KV_BLOCK if value.lower() in AUTO else integer(arguments, "--max-model-len", default)
 

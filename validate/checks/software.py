@@ -13,9 +13,9 @@ from validate.checks.model import some
 CVE_FLOOR = Version("0.31.0")  # older versions are not safe to expose (docs/reference/checks.md#vllm-version)
 PYTHONS = ((3, 11), (3, 12), (3, 13))  # pyproject.toml requires-python; torch 2.13.0 has aarch64 wheels for all three
 MIN_CUDNN, GOOD_CUDNN = Version("9.14"), Version("9.15")
-# Kernels that vLLM 0.32.0 selects for dense formats on 12.1 and that run there (docs/hardware.md), like ours and bf16.
+# vLLM 0.32.0's kernels for dense formats that run on 12.1 (docs/hardware.md). Those for bf16 and our own run there too.
 DENSE_KERNELS = ("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel")
-# The server compiles this one: sparkforge/compile/flashinfer/kernels.toml has no module for it.
+# The server compiles this kernel, because sparkforge/compile/flashinfer/kernels.toml has no module for it.
 COMPILED_LATE = "FlashInferCutlassMxfp8LinearKernel"
 OUR_METHOD, OUR_KERNELS = "spark-mxfp4", "spark_mxfp4 "  # our plugin's method, and the prefix of its kernels' names
 PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm.plugin:register"
@@ -149,7 +149,7 @@ def _patches_intact(view: View) -> CheckResult:
     if foreign := view.names("patches.foreign"):
         return failed(some(foreign))
     if changed := view.names("patches.changed_files"):
-        # an environment may share the files with uv's cache
+        # The files may be hard links into uv's cache.
         return failed(some(changed), f".venv/bin/python -m uv cache clean {' '.join(expected)}; {REPATCH}")
     names, installed = view.names("patches.names"), view.names("patches.installed")
     if not expected or not names or len(installed) != len(expected):
@@ -221,7 +221,7 @@ def _moe_backend(view: View) -> CheckResult:
 
 
 def _our_experts(view: View) -> CheckResult:
-    """Judge a server whose experts our plugin runs: its kernel must have given the reference's numbers (`numerics`)."""
+    """Judge a server whose experts our plugin runs: the plugin's kernel must give the reference's numbers."""
     kernel = view.text("numerics.kernel")
     if not kernel.startswith(OUR_KERNELS):
         why = f"our plugin runs the experts, but the checked numbers are those of {kernel}"

@@ -1,4 +1,4 @@
-"""Facts about the model directory: config, index, and the safetensors headers against the sizes of the files."""
+"""Facts about the model directory: config.json, index, and safetensors headers compared with the files' sizes."""
 
 import struct
 from pathlib import Path
@@ -20,7 +20,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer head
 
 
 def directory(target: Target) -> Path:
-    """The model directory; raises ProbeError if none was given, it is not a directory, or it cannot be read."""
+    """Return the model directory. Raises ProbeError if none was given, or if it is not a readable directory."""
     model = path(target)
     if model is None:
         raise ProbeError("no model directory was given")
@@ -32,20 +32,20 @@ def directory(target: Target) -> Path:
 
 
 def path(target: Target) -> str | None:
-    """The model directory as the caller named it, or None."""
+    """Return the model directory as the caller named it; None if none was given."""
     model = target.options.model or target.argument("--model")
     return str(model) if model is not None else None
 
 
 @once
 def config(target: Target) -> dict[str, Any]:
-    """config.json as a table."""
+    """Return the content of config.json. Raises ProbeError without a directory, OSError, ValueError."""
     return dict(read_json(directory(target) / "config.json", largest=CONFIG_LIMIT))
 
 
 @once
 def family(target: Target) -> Family | None:
-    """The row of the model's family; None without a model, and for a model that the check model-format refuses."""
+    """Return the row of the model's family; None without a model, or if the check model-format refuses the model."""
     try:
         return families.load()[architecture.parse(config(target), "config.json").family]
     except (ProbeError, OSError, ValueError, InputError):
@@ -53,7 +53,7 @@ def family(target: Target) -> Family | None:
 
 
 def layer(target: Target) -> dict[str, Any]:
-    """Sizes of one layer and entries of its family's row, for the child programs; empty without a family."""
+    """Return sizes of one layer and entries of its family's row, for the child programs; empty without a family."""
     row = family(target)
     if row is None:
         return {}
@@ -65,7 +65,7 @@ def layer(target: Target) -> dict[str, Any]:
 
 @once
 def weight_map(target: Target) -> dict[str, str]:
-    """Tensor name → shard file, from the index; a single file needs no index."""
+    """Return tensor name → shard file, from the index; a single file needs no index. Raises ProbeError without both."""
     root = directory(target)
     if (root / INDEX).is_file():
         return dict(read_json(root / INDEX, largest=HEADER_LIMIT)["weight_map"])
@@ -94,7 +94,7 @@ def header(file: Path) -> tuple[set[str], int]:
 
 @once
 def survey(target: Target) -> tuple[list[str], list[str], int]:
-    """Missing shards, damaged shards as `file: damage`, and bytes of all present shards."""
+    """Return missing shards, damaged shards as `file: damage`, and the bytes of all present shards."""
     root, shards = directory(target), weight_map(target)
     missing, damaged, total = [], [], 0
     for shard in sorted(set(shards.values())):
@@ -121,7 +121,7 @@ def _damage(file: Path, expected: set[str]) -> list[str]:
 
 
 def files_missing(target: Target) -> list[str]:
-    """Missing files, except weights, that vLLM needs to tokenize and to stop."""
+    """Return the missing files, other than weights, that vLLM needs to tokenize and to end an answer."""
     return [name for name in COMPANION_FILES if not (directory(target) / name).is_file()]
 
 

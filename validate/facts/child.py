@@ -1,8 +1,8 @@
 """Child programs of the validator that query torch and vLLM in the server's interpreter. They may crash or hang.
 
 Importing vLLM takes longer than the queries, so one process imports it and each program runs in a fork of that process.
-They are DEEP (what only torch and vLLM know), NUMERICS (one small MoE layer with the server's kernel) and LAYERS (two
-gpt-oss layers through vLLM's engine).
+The programs are DEEP (facts from torch and vLLM), NUMERICS (one small mixture-of-experts layer with the server's
+kernel) and LAYERS (two gpt-oss layers through vLLM's engine).
 """
 
 import json
@@ -39,7 +39,7 @@ class Program(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The facts that a program wrote, by name, a sentence about its crash or timeout, and the seconds it took."""
+    """The facts that a program wrote, by name; a sentence about its crash or timeout (`why`); and its seconds."""
 
     entries: Mapping[str, dict[str, Any]] = {}
     why: str = ""
@@ -47,9 +47,9 @@ class Outcome(NamedTuple):
 
 
 class Asks(NamedTuple):
-    """The program that gathers facts (None if none is needed), and all its facts from an outcome, empty without one.
+    """A program and its facts. `program` returns None if the program is not needed.
 
-    Missing facts have the reason why the program ended.
+    `facts` returns all facts from the program's outcome; missing facts have the reason why the program ended.
     """
 
     program: Callable[[Target], Program | None]
@@ -72,7 +72,7 @@ def gather(target: Target, *asked: Asks) -> tuple[dict[str, Fact], list[float]]:
 def run_programs(target: Target, programs: Sequence[Program]) -> list[Outcome]:
     """Run the programs one after another, each with a request for the model and the server's arguments.
 
-    If the imports crash or hang, each program imports separately, so that its queries before the crash are answered.
+    If the imports crash or hang, each program does its own imports, so that its queries before the crash are answered.
     """
     if not programs:
         return []
@@ -120,7 +120,7 @@ def _run(target: Target, programs: Sequence[Program], import_seconds: float) -> 
 
 
 def entries(answers: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects that a child appended to `answers`, one for each line; an incomplete line is skipped."""
+    """Return the JSON objects that a child appended to `answers`, one per line; an incomplete line is skipped."""
     objects = []
     for line in read_bytes(answers).splitlines() if answers.is_file() else ():
         with suppress(ValueError):
@@ -150,7 +150,7 @@ NUMERICS_CHILD = FORKS.with_name("numerics_child.py")
 NUMERICS_SOURCE = "a small MXFP4 MoE layer, run by validate/facts/numerics_child.py"
 NUMERICS_NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference", "charged", "loaded")
 RAN, NOT_COMPILED, OTHER = "ran", "not compiled", "other experts"
-EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that does not support CUDA graphs
+EAGER = "cuda, eager"  # the fact numerics.device for a GPU with a kernel that does not support CUDA graphs
 PLUGIN, VLLM = "plugin", "vllm"  # the origin of the experts' kernel: our plugin, or vLLM's selection
 
 
@@ -175,7 +175,7 @@ NUMERICS = Asks(_numerics, _numerics_facts)
 
 
 def way_of(target: Target) -> str:
-    """Return the origin of the experts' kernel, by the server's arguments and variables."""
+    """Return the origin of the experts' kernel, PLUGIN or VLLM, from the stack, the arguments and the variables."""
     if target.stack == "embedded":
         return PLUGIN
     named = target.argument("--quantization") == "spark-mxfp4"
@@ -185,7 +185,7 @@ def way_of(target: Target) -> str:
 def not_run(target: Target) -> str:
     """Return the reason why the layer is not run; empty if it is run, or if the child must report an error.
 
-    Without FlashInfer's module the first call would take minutes. The layer has experts of the default family.
+    The layer has experts of the default family. Without FlashInfer's compiled module its first call takes minutes.
     """
     row, own = checkpoint.family(target), families.load()[families.default()].experts
     kinds = [(e.activation, e.bias) if e else None for e in (row.experts if row else own, own)]

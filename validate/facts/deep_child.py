@@ -34,7 +34,7 @@ def server_options() -> Any:
 
 
 class Questions:
-    """Queries of vLLM 0.32.0; each returns JSON values or raises."""
+    """Queries of vLLM 0.32.0; each returns a JSON value or raises any exception."""
 
     def __init__(self, model: str | None, serve_args: list[str], layer: dict[str, Any] | None = None) -> None:
         self.model, self.serve_args, self.layer = model, serve_args, layer or {}
@@ -84,7 +84,7 @@ class Questions:
     def quantization(self) -> str | None:
         """Quantization method that vLLM resolved for the model's experts."""
         method = self.config.model_config.quantization
-        if getattr(self.config.quant_config, "kernel_name", "") == "vllm":  # our plugin leaves them to vLLM
+        if getattr(self.config.quant_config, "kernel_name", "") == "vllm":  # our plugin leaves the experts to vLLM
             return str(self.config.quant_config.get_name())
         return None if method is None else str(method)
 
@@ -129,10 +129,10 @@ class Questions:
         )
 
     def dense_kernels(self) -> dict[str, str]:
-        """For each dense layer (qkv_proj, o_proj, lm_head), the kernel for one device's share of it.
+        """Return dense layer (qkv_proj, o_proj, lm_head) → the kernel for one device's share of the layer.
 
-        It is `bf16` for unchanged weights, our own format's name, or the class that vLLM selects for the share's size.
-        No weights are loaded; they are on the meta device.
+        The kernel is `bf16` for unchanged weights, `spark-mxfp4` and our format, or the class that vLLM selects for the
+        share's size. No weights are loaded; they are on the meta device.
         """
         from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear  # noqa: PLC0415
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
@@ -195,7 +195,7 @@ class Questions:
 
 @functools.cache
 def _join_a_world_of_one() -> None:
-    """Set up vLLM's process groups, from which parameters get their rank."""
+    """Set up vLLM's process groups with one process; vLLM's parameters read their rank from them."""
     from vllm.distributed import parallel_state  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

@@ -45,7 +45,7 @@ Facts = Mapping[str, Fact]
 
 
 def take(reading: Reading, target: Target) -> Fact:
-    """Read one fact; any exception becomes its `error`."""
+    """Read and return one fact; any exception becomes the fact's `error`."""
     try:
         return Fact(reading.read(target), reading.source)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a fact that cannot be read is a fact, never a crash
@@ -54,7 +54,7 @@ def take(reading: Reading, target: Target) -> Fact:
 
 
 def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float | None = None) -> dict[str, Fact]:
-    """Read all facts, the groups in parallel, each for `deadline` seconds or its slowest reading's limit."""
+    """Read and return all facts. Groups run in parallel, for `deadline` seconds or their slowest reading's limit."""
     facts: dict[str, Fact] = {}
     limits = [deadline or max((reading.seconds for reading in group), default=0.0) for group in groups]
 
@@ -70,7 +70,7 @@ def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float 
     started = time.monotonic()
     for worker, limit in zip(workers, limits, strict=True):
         worker.join(max(0.0, started + limit - time.monotonic()))
-    in_time = dict(facts)  # a late worker writes into a table that is no longer read
+    in_time = dict(facts)  # a copy, because a late worker may still write into `facts`
     return {
         reading.name: in_time.get(reading.name, Fact(None, reading.source, f"no answer within {limit:g} s"))
         for group, limit in zip(groups, limits, strict=True)
@@ -95,9 +95,9 @@ class _Sheet(Record, extra="ignore"):
 
 
 def load_sheet(path: Path) -> dict[str, Fact]:
-    """Read a recorded sheet: `{"schema": 1, "facts": {name: {value, source, error}}}`; a report holds one too.
+    """Return the facts of a recorded sheet, `{"schema": 1, "facts": {name: {value, source, error}}}`, or of a report.
 
-    Raises InputError if the file is not there, not JSON, of another schema or shape.
+    Raises InputError if the file is missing, is not JSON, or has another schema.
     """
     try:
         sheet = parse_record(read_json(path), str(path), _Sheet)

@@ -1,8 +1,9 @@
-"""Runs in the server's interpreter: `python -P forks_child.py PLAN` runs programs, each in a fork of itself.
+"""`python -P forks_child.py PLAN`: runs programs in the server's interpreter, each in a fork of this process.
 
 PLAN is a file with a JSON list; each item has `program`, its `request`, its time limit in `seconds`, the modules that
-it `imports`, and `files`: a path to which .answers, .output and .end are appended. The modules are imported once.
-.end has a JSON line: the exit code (null after the time limit) and the seconds. It needs only the standard library.
+it `imports`, and `files`: a path that gets the suffixes .answers, .output and .end. The modules are imported once. The
+file .end has a JSON line: the exit code (null after the time limit) and the seconds. This program needs only the
+standard library.
 """
 
 import importlib
@@ -30,7 +31,7 @@ def become(item: dict[str, Any]) -> None:
             os.dup2(output.fileno(), 2)
         arguments = [item["program"], item["request"], item["files"] + ".answers"]
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
-        if cuda is not None and cuda.is_initialized():  # an import did this; a fork could not use the GPU
+        if cuda is not None and cuda.is_initialized():  # by an import; a fork could not use the GPU
             os.execv(sys.executable, [sys.executable, "-P", *arguments])  # noqa: S606
         sys.argv = arguments
         runpy.run_path(item["program"], run_name="__main__")
@@ -39,7 +40,7 @@ def become(item: dict[str, Any]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - prints every exception, as an interpreter does
         traceback.print_exc()
-    finally:  # it must not return into the parent's code, not even when the disk is full
+    finally:  # the fork must not return into the parent's code, not even when the disk is full
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

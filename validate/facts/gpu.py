@@ -18,7 +18,7 @@ MAJOR, MINOR, INTEGRATED = 75, 76, 18
 
 @once
 def nvidia_smi(target: Target) -> tuple[dict[str, str], ...]:
-    """One table of SMI_FIELDS per GPU that nvidia-smi lists. Raises ProbeError if it is absent, fails or hangs."""
+    """Return a table of SMI_FIELDS per GPU. Raises ProbeError if nvidia-smi is absent, fails or hangs."""
     return tuple(gpus.query(*SMI_FIELDS, env=target.options.environ))
 
 
@@ -32,7 +32,10 @@ def name() -> str:
 
 @once
 def libcuda(target: Target) -> dict[str, object]:
-    """Run `query_libcuda` in a child process, as cuInit may crash or hang. Raises ProbeError with its reason."""
+    """Return the result of `query_libcuda`. It runs in a child process, because cuInit may crash or hang.
+
+    Raises ProbeError if libcuda is absent, fails, crashes or hangs.
+    """
     code = f"import sys; sys.path[:0] = {sys.path!r}; from validate.facts.gpu import main; main()"
     answer = ask([sys.executable, "-c", code], seconds=SECONDS, env=target.options.environ)
     result = parse_json(require(answer, "the libcuda probe", SECONDS), "the libcuda probe's answer")

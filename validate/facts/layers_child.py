@@ -1,10 +1,10 @@
-"""Runs in the server's interpreter: serves two gpt-oss layers with vLLM's engine and judges each part.
+"""Serves two gpt-oss layers with vLLM's engine, in the server's interpreter, and judges each part.
 
 `python -P layers_child.py REQUEST ANSWERS` with REQUEST = JSON {"serve_args": [...], ...}; each fact is a JSON line in
 ANSWERS. The engine gets the server's arguments and a checkpoint of random numbers with gpt-oss's heads, window and
 sinks. It reads a prompt longer than the window, and decodes past the end of a cache block. The inputs and outputs of
-each part are recorded, and the outputs compared with float64 results for the same inputs, so that an error names its
-part. It needs only the standard library, torch, safetensors and vLLM.
+each part are recorded. The outputs are compared with float64 results for the same inputs, so that an error belongs to
+one part. This program needs only the standard library, torch, safetensors and vLLM.
 """
 
 import importlib
@@ -31,7 +31,7 @@ ROWS = (0, 1, 15, 16, 127, 128, 129, 253, 254, 255, 256, 257)  # positions that 
 
 def beside(name: str) -> ModuleType:
     """Return another program of this folder as a module, because our packages may not be installed here."""
-    sys.path.append(str(Path(__file__).parent))  # after all others: its names must not hide a package
+    sys.path.append(str(Path(__file__).parent))  # at the end, so that its files hide no package
     return importlib.import_module(name)
 
 
@@ -127,9 +127,9 @@ PARTS = ("attn.attn", "attn.qkv_proj", "attn.o_proj", "mlp.router", "mlp.experts
 
 
 def record(model: torch.nn.Module) -> tuple[Calls, torch.Tensor | None]:
-    """Return part → its inputs and outputs at each later call, and attention's own rotation.
+    """Return part → its inputs and outputs at each later call, and the rotation of attention.
 
-    The rotation is spark_mxfp4's cosines and sines, float32 [positions, HEAD_DIM], if attention does the rotation.
+    The rotation has spark_mxfp4's cosines and sines, float32 [positions, HEAD_DIM]; None if attention does not rotate.
     """
     calls: Calls = defaultdict(list)
     rotation = None
@@ -187,7 +187,7 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
 
 
 def shares(routes: torch.Tensor) -> torch.Tensor:
-    """Return each expert's share, float64 [rows, EXPERTS], of logits [rows, EXPERTS] or spark_mxfp4's [2, rows, k]."""
+    """Return experts' shares, float64 [rows, EXPERTS], from logits [rows, EXPERTS] or spark_mxfp4's [2, rows, k]."""
     if routes.dim() == 2:
         best, ids = routes.double().topk(TOP_K)
         chosen = best.softmax(-1)
@@ -264,7 +264,7 @@ def judge(
 
 
 def main(request: str, answers: str) -> None:
-    """Serve, judge, and write the results, fact by fact."""
+    """Serve the layers, judge each part, and write the differences."""
     arguments = json.loads(request)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model's parts are recorded in this process
     numerics = beside("numerics_child")

@@ -25,16 +25,16 @@ SHM = Path("/dev/shm")  # noqa: S108 - the mount itself
 
 
 def cgroup_headroom(_: Target) -> int | None:
-    """Bytes that this container may still use (cgroup v2 or v1), or None if no limit is below MemAvailable."""
+    """Return the bytes that this container may still use (cgroup v2 or v1); None if no limit is below MemAvailable."""
     machine = memory.measure(ROOT)
     return None if machine.bound == "MemAvailable" else machine.available
 
 
 def remove_ipc(_: Target) -> bool:
-    """Whether logind deletes this user's shared memory at the end of the last session (logind.conf(5), RemoveIPC).
+    """Return whether logind deletes this user's shared memory after the last session (logind.conf(5), RemoveIPC).
 
-    Users of the system and lingering users are not affected. logind does not see the private /dev/shm of our system
-    unit (deploy/sparkforge.service).
+    System users and lingering users are not affected. logind does not see the private /dev/shm of our system unit
+    (deploy/sparkforge.service).
     """
     user = os.getuid()
     if os.environ.get(OWN_SHM):
@@ -82,7 +82,7 @@ def cache_free(target: Target) -> int:
 
 
 def guard_gib(target: Target) -> float:
-    """GiB that must stay free, because with less the memory guard ends the server; the table's value if it is off."""
+    """Return the GiB below which the memory guard ends the server; the table's value if the guard is off."""
     return (thresholds.configured(target.options.environ) or thresholds.load()).end_gib
 
 
@@ -97,10 +97,10 @@ def host(target: Target) -> str:
 
 
 def port_free(target: Target) -> bool:
-    """Whether the port can be bound now. Other refusals than "in use" (no permission, no such address) raise."""
+    """Return whether the port can be bound now. Raises OSError if it fails for another reason than "in use"."""
     family = socket.AF_INET6 if ":" in host(target) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does: TIME_WAIT is not "taken"
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does; a port in TIME_WAIT is free
         try:
             probe.bind((host(target), port(target)))
         except OSError as error:
@@ -118,14 +118,14 @@ def utilization(target: Target) -> float:
 
 
 def optimize(target: Target) -> int:
-    """The server's level of `python -O`: the interpreter's own, or that of PYTHONOPTIMIZE."""
+    """Return the server's level of `python -O`: the interpreter's or PYTHONOPTIMIZE's, whichever is higher."""
     text = target.options.environ.get("PYTHONOPTIMIZE", "")
     level = (int(text) if text.isdigit() else 1) if text else 0  # CPython: any other text counts as 1
     return max(level, target.interpreter()[2])
 
 
 def arguments(target: Target) -> list[str]:
-    """The arguments for the server, without the value of --api-key, because users pass reports on."""
+    """Return the arguments for the server, without the value of --api-key, because users share reports."""
     shown: list[str] = []
     for argument in target.options.serve_args:
         hidden = shown and shown[-1] == "--api-key"

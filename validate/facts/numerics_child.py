@@ -1,9 +1,9 @@
-"""Runs in the server's interpreter: computes one small MXFP4 MoE layer with the server's kernel and judges it.
+"""Computes a small MXFP4 mixture-of-experts (MoE) layer with the server's kernel, in its interpreter, and judges it.
 
 `python -P numerics_child.py REQUEST ANSWERS` with REQUEST = JSON {"way": "plugin" or "vllm", "model": DIR or null,
 "serve_args": [...], "gpu_fields": [...] of nvidia-smi}; each fact is one JSON line in ANSWERS. It needs only the
-standard library, torch and the judged packages.
-The reference is written here in float64 from the format's specification and shares no code with any kernel.
+standard library, torch and the judged packages. The float64 reference follows the format's specification and shares no
+code with any kernel.
 """
 
 import importlib
@@ -22,18 +22,18 @@ import torch
 HIDDEN = INTERMEDIATE = 128
 EXPERTS, TOP_K, TOKENS, BLOCK = 4, 2, 16, 32
 ALPHA, LIMIT = 1.702, 7.0  # openai/gpt-oss: swiglu(x, alpha=1.702, limit=7.0)
-# E2M1 by the low three bits, and its sign in the fourth (OCP Microscaling Formats v1.0, section 5.3.3).
+# E2M1 values by their four bits; the highest bit is the sign (OCP Microscaling Formats v1.0, section 5.3.3).
 ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Relative RMS difference that rounding explains. bfloat16 in and out: 0.3 % measured on a CPU. MXFP8 activations (E4M3,
-# one scale in 32) round twice to 3 bits: 2^-4 at most each, about 4 % RMS by calculation; not measured on a Spark.
-# A wrong nibble order gives 140 %, a scale off by one 70 %, a lost clamp 40 %.
+# Largest relative RMS difference that rounding explains. bfloat16 input and output: 0.3 % measured on a CPU. MXFP8
+# activations (E4M3, one scale per 32) are rounded twice to 3 bits, each time by at most 2^-4: about 4 % RMS by
+# calculation, not measured on a Spark. A wrong nibble order gives 140 %, a scale off by one 70 %, a lost clamp 40 %.
 TOLERANCE = {"bf16": 0.02, "mxfp8": 0.10}
 
 PROBED_BYTES = 1 << 29  # of CUDA memory
 # A container's view of its own memory cgroup, in version 2 and 1; a machine's root cgroup has no such file.
 USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 LOAD_SECONDS, SMI_SECONDS = 1.5, 5.0  # utilization.gpu covers at most the last second
-EAGER = "cuda, eager"  # a GPU with a kernel that does not support CUDA graphs; the plugin refuses it if graphs are on
+EAGER = "cuda, eager"  # a GPU with a kernel without CUDA graphs; the plugin refuses such a kernel if graphs are on
 
 
 class MoeLayer(NamedTuple):
@@ -55,7 +55,7 @@ class MoeLayer(NamedTuple):
 
 
 def make_layer() -> MoeLayer:
-    """Return the same layer everywhere; a tenth of the gates are above the clamp's limit."""
+    """Return a layer that is the same on every machine; a tenth of its gates are above the clamp's limit."""
     random = torch.Generator().manual_seed(20261121)
 
     def projection(rows: int, columns: int, scale: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,7 +92,10 @@ def reference(layer: MoeLayer) -> torch.Tensor:
 
 
 class Run(NamedTuple):
-    """A kernel ready to run: its name, its tolerance, its device (or EAGER), and the call, which returns [T, H]."""
+    """A kernel ready to run: its name, its format of activations (a key of TOLERANCE), its device (or EAGER), a call.
+
+    `call` returns the layer's output [T, H].
+    """
 
     kernel: str
     activations: str
@@ -232,9 +235,9 @@ def graph_difference(run: Run, eager: torch.Tensor) -> float | None:
 
 
 def loaded_state(fields: list[str]) -> dict[str, str] | None:
-    """Return nvidia-smi's state of the GPU under LOAD_SECONDS of products; None without a GPU or an answer.
+    """Return nvidia-smi's state of the GPU after LOAD_SECONDS of matrix products; None without a GPU or an answer.
 
-    An idle GPU lowers its clock, so only a load shows a clock that stays low.
+    An idle GPU lowers its clock, so a low clock is a fault only under load.
     """
     if not torch.cuda.is_available():
         return None
@@ -253,7 +256,7 @@ def loaded_state(fields: list[str]) -> dict[str, str] | None:
                 return None
         if query is not None and query.poll() is not None:
             break
-    if query is None or query.poll() is None:  # it hangs, as with a broken driver, and ends with this process
+    if query is None or query.poll() is None:  # nvidia-smi hangs, as with a broken driver
         return None
     lines = query.communicate()[0].splitlines()
     values = [value.strip() for value in lines[0].split(",")] if lines else []
@@ -277,11 +280,11 @@ WAYS = {"plugin": by_plugin, "vllm": by_vllm}
 
 
 def main(request: str, answers: str) -> None:
-    """Run the layer and write the results fact by fact, so that a later crash loses none."""
+    """Run the layer and write each fact at once, so that a later crash loses no earlier fact."""
     arguments = json.loads(request)
 
     def write(name: str, value: Any) -> None:
-        """Append a line and close the file, so that a later crash does not lose it."""
+        """Append a line and close the file, so that a later crash does not lose the line."""
         with Path(answers).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": f"numerics.{name}", "value": value}) + "\n")
 

@@ -1,4 +1,4 @@
-"""Facts about our patched wheels: those that the stack needs, and whether the installed ones match the lock."""
+"""Facts about our patched wheels: the wheels that the stack needs, and whether the installed wheels match the lock."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +34,7 @@ def versions(target: Target) -> list[str]:
 
 
 def foreign(target: Target) -> list[str]:
-    """Reasons why an expected distribution is not our locked wheel, or not what Python imports; a line each."""
+    """Return a line for each expected distribution that is not our locked wheel, or that Python does not import."""
     lock, reasons = load_patched(), list[str]()
     for name in expected(target):
         if name not in target.metadata():
@@ -63,7 +63,7 @@ def changed_files(target: Target) -> list[str]:
 
 @once
 def origins(target: Target) -> list[WheelOrigin]:
-    """The records of the patched distributions."""
+    """Return the origin records in the patched distributions' metadata."""
     return [verify.read_origin(distribution.info) for distribution in installed(target)]
 
 

@@ -1,4 +1,4 @@
-"""Facts about the installed software, read from metadata and files: nothing here imports torch or vllm."""
+"""Facts about the installed software, from metadata and files; this module does not import torch or vllm."""
 
 import ast
 import shutil
@@ -25,7 +25,7 @@ AHEAD_OF_TIME = Path("data/aot")  # below the package; used before the cache (fl
 MANIFEST = f"kernels-{families.default()}.env.manifest.json"
 CUDNN = "libcudnn.so.9"
 CUDNN_IN_WHEEL = f"nvidia/cudnn/lib/{CUDNN}"
-SECONDS = 20.0  # its largest part has 500 MB, and the disk may be slow
+SECONDS = 20.0  # to load cuDNN: its largest library has 500 MB, and the disk may be slow
 # cudnnGetVersion counts 10000 * major + 100 * minor + patch since 9.0.
 ASK_CUDNN = """\
 import ctypes, sys
@@ -69,15 +69,15 @@ def pinned(target: Target, component: str) -> str | None:
 
 
 def cudnn_version(target: Target) -> str:
-    """Version of cuDNN, from the library itself: a child process loads it, since loading may crash or hang.
+    """Return the version of cuDNN. A child process loads the library, because loading may crash or hang.
 
-    The library is the wheel's, else the loader's, else the newest in the system's folders. Package metadata would also
-    name a removed library. Raises ProbeError with the loader's reason.
+    The library is the wheel's, else the loader's, else the newest in the system's folders. Package metadata is not
+    used, because it would also name a removed library. Raises ProbeError with the loader's reason.
     """
     wheels = [str(file) for root in target.interpreter()[1] for file in Path(root).glob(CUDNN_IN_WHEEL)]
     libraries = [path for folder in LIBRARY_DIRECTORIES for path in Path(folder).glob("libcudnn.so.*.*.*")]
     system = sorted(libraries, key=_library_version, reverse=True)
-    # If a wheel's library does not load, torch would fail on it too, so no other is tried.
+    # If a wheel's library does not load, torch would also fail, so no other library is tried.
     names = wheels[:1] or [CUDNN, *map(str, system)]
     answer = ask([target.options.python, "-P", "-c", ASK_CUDNN, *names], seconds=SECONDS, env=target.options.environ)
     return require(answer, "cuDNN", SECONDS).strip()
@@ -136,12 +136,15 @@ def known_variables(target: Target) -> frozenset[str]:
 
 def unknown_variables(target: Target) -> list[str]:
     """Set variables that vLLM would report as unknown (vllm/platforms/interface.py, validate_environ)."""
-    known = {*known_variables(target), "VLLM_ARGS"}  # a setting of ours, which does not reach the server
+    known = {*known_variables(target), "VLLM_ARGS"}  # VLLM_ARGS is our setting, which is not passed to the server
     return sorted(name for name in target.options.environ if name.startswith("VLLM_") and name not in known)
 
 
 def flashinfer_architecture(target: Target) -> str:
-    """FlashInfer's name for its cache's target, such as `121a`, also for 12.1 since 0.7 (compilation_context.py)."""
+    """Return the architecture in the path of FlashInfer's cache, such as `121a` (compilation_context.py).
+
+    Since FlashInfer 0.7 this is also the name for 12.1.
+    """
     listed = (target.options.environ.get("FLASHINFER_CUDA_ARCH_LIST") or "12.1a").split()
     names = sorted(arch if arch[-1].isalpha() or not arch.startswith("12.") else f"{arch}a" for arch in listed)
     return "_".join(arch.replace(".", "") for arch in names)
@@ -154,13 +157,13 @@ def flashinfer_cache(target: Target) -> str:
 
 
 def workspace(target: Target) -> Path:
-    """Directory of FlashInfer's compiled modules."""
+    """Return FlashInfer's workspace, the folder with its cache and the manifest of `./inv build.kernels`."""
     env = target.options.environ
     return Path(env.get("FLASHINFER_WORKSPACE_BASE") or env.get("HOME") or Path.home())
 
 
 def cached_modules(target: Target) -> list[str]:
-    """Names of FlashInfer modules whose shared library is ready: in the cache, or in the package (ahead of time)."""
+    """Return the names of FlashInfer's compiled modules: in the cache, or in the package (compiled ahead of time)."""
     folders = [Path(flashinfer_cache(target))]
     with suppress(ProbeError):
         folders.append(target.package_directory("flashinfer") / AHEAD_OF_TIME)
@@ -168,18 +171,18 @@ def cached_modules(target: Target) -> list[str]:
 
 
 def moe_module(target: Target) -> str:
-    """Name of the module that FlashInfer loads: our patch 0002 puts the selected types into the name.
+    """Return the name of the MoE module that FlashInfer loads; our patch 0002 adds the selected types to the name.
 
-    Several types are in FlashInfer's order, not in the variable's; a server of gpt-oss has one type.
+    FlashInfer has its own order of several types, this function has the variable's; a server of gpt-oss has one type.
     """
     types = target.options.environ.get("FLASHINFER_MOE_SM120_DTYPES", "").replace(" ", "")
     return "_".join(["fused_moe_120", *filter(None, types.split(","))])
 
 
 def changed_modules(target: Target) -> list[str] | None:
-    """The differences from the build's manifest: its libraries, and the server's variables, one for each line.
+    """Return the differences from the build's manifest, in its libraries and the server's variables, one per line.
 
-    None if the workspace has no manifest: FlashInfer built them itself, or the package has them.
+    None if the workspace has no manifest: FlashInfer compiled the modules itself, or the package has them.
     """
     file = workspace(target) / MANIFEST
     if not file.is_file():

@@ -20,7 +20,7 @@ from sparkforge.core.vllm_flags import flag_value
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
-DEFAULT_PORT = 8000  # vLLM's own default, vllm/entrypoints/openai/cli_args.py
+DEFAULT_PORT = 8000  # vLLM 0.32.0's own default, vllm/entrypoints/launchers/cli_args.py
 INTERPRETER_SECONDS = 3.0
 ASK_INTERPRETER = (
     "import json,platform,sys;"
@@ -29,11 +29,11 @@ ASK_INTERPRETER = (
 
 
 def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
-    """Cache a function's result or exception for ever, so that a probe that hung does not run again."""
+    """Return the function with a cache for its result or exception, so that a probe that hung does not run again."""
 
     @functools.cache
     def outcome(*args: Any) -> tuple[T | None, Exception | None]:
-        """Return an exception instead of raising it, because `functools.cache` does not cache raised ones."""
+        """Return an exception instead of raising it, because `functools.cache` does not cache raised exceptions."""
         try:
             return function(*args), None
         except Exception as error:  # noqa: BLE001 - raised again for every caller below
@@ -53,8 +53,8 @@ def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 class Options:
     """The caller's options. Unset values are read from `serve_args`, then from vLLM's defaults.
 
-    `stack` is the table of pins.toml whose versions are expected; unset: the profile's. A `foreign` environment was
-    made by its user. `layers` adds the check of that name to a profile without it.
+    `stack` is the table of pins.toml with the expected versions; unset: the profile's. `foreign`: the user made the
+    environment. `layers` adds the check of that name to a profile without it.
     """
 
     stack: str | None = None
@@ -74,13 +74,13 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Options and the packages of the server's interpreter, which is queried once."""
+    """Options, and the packages of the server's interpreter. The interpreter is queried once."""
 
     options: Options
     stack: str
 
     def argument(self, flag: str) -> str | None:
-        """Value of a flag among the arguments for the server; None if it is not there."""
+        """Return the value of a flag in the arguments for the server; None if the flag is not set."""
         return flag_value(self.options.serve_args, flag)
 
     @once
@@ -95,7 +95,7 @@ class Target:
 
     @once
     def metadata(self) -> dict[str, Path]:
-        """Metadata folders by normalised name; if a name occurs twice, the first on the path wins."""
+        """Return the metadata folders by normalised name; of two with one name, the first on the path."""
         folders: dict[str, Path] = {}
         for directory in dict.fromkeys(self.interpreter()[1]):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A stub OpenAI server on loopback that answers well, or lies in one named way."""
+"""A stub OpenAI server on loopback that answers correctly, or wrongly in one named way (`lie`)."""
 
 import json
 import random
@@ -73,7 +73,7 @@ class Handler(Quiet):
         return self.take(body)
 
     def take(self, body):
-        """Answer as a leaderboard: first the prepared answers, then success."""
+        """Answer like a leaderboard: first with the prepared answers, then with success."""
         stub = self.server.stub
         status = stub.post_answers.pop(0) if stub.post_answers else 200
         if status == "drop":
@@ -201,7 +201,7 @@ def passage():
 
 @pytest.fixture
 def bench(stub, endpoint, table):
-    """A bench that passes its gate, with our own client and long timeouts for busy machines."""
+    """A `Bench` whose gate has passed, with long timeouts for busy machines."""
     verdict = gate.run(endpoint, table, PASSAGE)
     stub.asked.clear()
     stub.bodies.clear()

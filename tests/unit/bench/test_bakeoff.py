@@ -1,4 +1,4 @@
-"""A bake-off of serve profiles against a stub: ranking, interrupts, and other commands meanwhile."""
+"""A bake-off of serve profiles against a stub: ranking, interrupts, and commands that run at the same time."""
 
 import json
 import os
@@ -33,7 +33,7 @@ FLAGS["text"] = "persuasion-24"
 
 @pytest.fixture(autouse=True)
 def fake_compose(monkeypatch, fake_engine):
-    """A fake Compose, which takes stack, model and length from the variables, and a container with a log."""
+    """A fake Compose that reads stack, model and length from the variables, and a fake container with a log."""
     fake_engine.log = "RuntimeError: in the container"
 
     def resolve(env):

@@ -1,4 +1,4 @@
-"""Batches: a failure stops nothing, a kill loses nothing, another server starts a new batch."""
+"""Batches: a failure does not stop the batch, a kill loses no result, another server starts a new batch."""
 
 import json
 

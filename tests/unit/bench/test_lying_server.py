@@ -1,4 +1,4 @@
-"""A server that lies gets the right verdict: no figure, no hang, no division by zero."""
+"""A server that answers wrongly gives a failed check and no figures; the client does not hang or divide by zero."""
 
 from dataclasses import replace
 

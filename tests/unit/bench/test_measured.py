@@ -1,4 +1,4 @@
-"""The last measured speed: which result counts, and when it is far below the plan; figures of a load."""
+"""The last measured speed: the result that counts, speeds far below the plan, and figures of a load."""
 
 import contextlib
 from types import SimpleNamespace

@@ -24,7 +24,7 @@ def test_one_configuration_comes_from_the_competitions_variables(endpoint, table
     (config,) = configs(endpoint, table, environment=environment)
     assert (config.isl, config.osl, config.conc, config.tp, config.max_model_len) == (100, 50, 8, 2, 999)
     assert (config.num_prompts, config.warmups) == (80, 16)
-    assert config.random_range_ratio == 0.0  # older harnesses wrote 1.0 for a fixed length
+    assert config.random_range_ratio == 0.0  # older benchmark programs used 1.0 for a fixed length
     flags = {"conc": "2", "warmups": "3", "seed": "5"}
     (config,) = configs(endpoint, table, flags, {**environment, "NUM_PROMPTS": "7"})
     assert (config.conc, config.num_prompts) == (2, 7), "flags win over variables"

@@ -87,7 +87,7 @@ VIOLATION = {"rule": "software-fp4", "file": "x.so", "detail": "0 x E2M1", "fix"
         ({}, []),
         ({"logs/server.log": HEALTHY.read_bytes()}, []),
         ({"logs/server.log": KV_LOG.read_bytes()}, ["kv-cache-too-small", "engine-core-failed"]),
-        # A mild cause ranks as high as its consequences.
+        # A harmless cause ranks as high as its worst effect.
         ({"logs/server.log": MILD}, ["unknown-variable", "marlin", "harmony-broken", "jit-at-start"]),
         # A build without its manifest was not finished.
         ({"kernels/logs/x.log": ""}, ["kernels-unfinished"]),

@@ -23,7 +23,7 @@ HANDLE = b"RuntimeError: CUDA error: invalid resource handle"
 VARIABLE = b"Unknown vLLM environment variable detected: VLLM_%s"
 FAIL = b"FAIL port-free  port 8000 is taken\n       next: ./inv up --port 8001\n       read: docs/reference/checks.md\n"
 ERROR = "✗ the model is gone\n  why:  first line\n        second line\n  next: ./inv pull x\n".encode()
-# A log of the first problem may also be recognised as the second.
+# Pairs: a log of the first problem may also show the second.
 ALSO = {
     ("killed", "engine-core-failed"),
     ("graph-replay-fault", "engine-core-failed"),
@@ -229,7 +229,7 @@ def test_a_malformed_table_is_refused_by_name(tmp_path, change, message):
 
 
 def test_every_row_can_be_used():
-    """Each row has a condition that not every line meets, texts with existing groups, and causes that are rows."""
+    """Each row's condition excludes some lines, its texts use existing groups, and its causes are rows of the table."""
     names = [signature.id for signature in signatures.load()]
     assert len(set(names)) == len(names)
     for signature in signatures.load():

@@ -11,8 +11,8 @@ from expected import refused
 from sparkforge.doctor import doctor, evidence
 from validate.facts.fact import Fact
 
-# Secrets that must not leak, each in a log, a report, a manifest, an environment, a command line or a file's name. The
-# kinds of secrets are those of tests/unit/core/redact_samples.toml; these are in all places.
+# Secrets that must not leak from a log, a report, a manifest, an environment, a command line or a file's name. They are
+# in all these places; tests/unit/core/redact_samples.toml has all kinds of secrets.
 SECRETS = {
     "token": "hf_PlantedTokenOfAnna123", "key": "sesame-open-91", "home": "annas-home", "user": "annamaria",
     "host": "annas-spark-7", "address": "192.168.77.12", "unknown variable": "a-value-of-something",
@@ -28,7 +28,7 @@ RuntimeError: CUDA error: invalid resource handle
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A state folder and a machine with the secrets in all places."""
+    """A state folder and facts of a machine, with SECRETS in all places."""
     folder = tmp_path / SECRETS["home"] / "state"
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")

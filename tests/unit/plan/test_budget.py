@@ -69,9 +69,9 @@ def test_kv_cache_of_gpt_oss_120b():
     assert (BIG.full_layers, BIG.sliding_layers) == (18, 18)
     assert BIG.kv_read(10_000, "bf16") == 18 * 2_048 * (10_000 + 128)
     assert BIG.kv_read(100, "bf16") == 36 * 2_048 * 100
-    # 10,000 tokens: 625 blocks of 16. The window has 127 tokens and 2 in flight: 9 blocks, and one more for alignment.
+    # 10,000 tokens are 625 blocks of 16. The window's 127 tokens and 2 in flight are 9 blocks, plus 1 for alignment.
     assert BIG.kv_held(10_000, "bf16") == 18 * 16 * 2_048 * (625 + 10)
-    # 127 + 2 * 4096 tokens: 520 blocks and one.
+    # 127 + 2 * 4096 tokens are 520 blocks, plus 1.
     assert BIG.kv_admitted(32_768, 2 * 4_096, "bf16") == 18 * 16 * 2_048 * (2_048 + 521)
 
 

@@ -1,4 +1,4 @@
-"""Several machines: each one's weights, traffic on the link, when separate servers are faster, published figures."""
+"""Several machines: the weights of each, traffic on the link, speed against separate servers, published figures."""
 
 from dataclasses import replace
 

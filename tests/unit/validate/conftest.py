@@ -45,7 +45,7 @@ def with_values():
 
 @pytest.fixture
 def target():
-    """A target for the embedded stack, with the given options."""
+    """Return a function that makes a target for the embedded stack from options."""
     return lambda **options: Target(Options(**options), "embedded")
 
 
@@ -68,7 +68,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def install():
-    """Writes the metadata of a distribution: install(site, name, version, requires=, entry_points=)."""
+    """Return a function that writes a distribution: install(site, name, version, requires=, entry_points=)."""
     return _install
 
 

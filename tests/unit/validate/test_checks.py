@@ -1,4 +1,4 @@
-"""The table of checks on recorded sheets: a good sheet passes, a broken one fails exactly its check."""
+"""The table of checks on recorded sheets: a good sheet passes, and a broken fact fails exactly its own check."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

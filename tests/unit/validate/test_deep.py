@@ -1,4 +1,4 @@
-"""Deep facts: the validator survives a child that crashes, hangs or knows nothing. torch and vllm are fakes."""
+"""Deep facts: a child that crashes, hangs or has no answers does not end the validator. torch and vllm are fakes."""
 
 import signal
 from dataclasses import replace

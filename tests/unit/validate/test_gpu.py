@@ -61,7 +61,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
     ],
 )
 def test_libcuda_is_asked_and_does_not_take_us_along(target, tmp_path, monkeypatch, init, count, values):
-    """Its C compiler, loader and process are real; only the driver is not."""
+    """C compiler, loader and process are real; the driver is a fake."""
     text = LIBCUDA.replace("INIT", init).replace("COUNT", str(count))
     compile_library(tmp_path / "libcuda.so.1", text, language="c")
     monkeypatch.setattr(gpu, "SECONDS", 2.0 if "pause" in init else 60.0)

@@ -1,4 +1,4 @@
-"""The check `layers` notices wrong parts of a model; the parts here are the reference's own, in bfloat16."""
+"""The check `layers` detects wrong parts of a model. Here, the reference computes the parts, in bfloat16."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def weights():
 
 @pytest.fixture(scope="module", params=[None, child.PROMPT + child.STEPS], ids=["vllm", "fused"])
 def rotation(request):
-    """None as with vLLM's attention; cosines and sines as with spark_mxfp4's, whose router then returns routes."""
+    """None for vLLM's attention; cosines and sines for spark_mxfp4's attention, whose router returns routes."""
     angles = torch.arange(request.param or 0)[:, None] * torch.logspace(0, -3, child.HEAD_DIM // 2)
     return torch.cat([angles.cos(), angles.sin()], dim=-1) if request.param else None
 
@@ -29,7 +29,7 @@ def routes(logits):
 
 @pytest.fixture(scope="module")
 def served(weights, rotation):
-    """Return calls like an engine's: the whole prompt, then a token at a time. Unchecked values are random."""
+    """Return calls as an engine makes them: the whole prompt, then single tokens. Unchecked values are random."""
     random = torch.Generator().manual_seed(1)
 
     def rows(columns):
@@ -79,7 +79,7 @@ def test_right_parts_differ_by_rounding_alone(served, rotation, weights):
     assert all(0 < difference < 0.004 for difference in differences.values()), differences
 
 
-# Faults of a backend: here the reference is computed with the fault, so that the served values differ from it.
+# Faults of a backend. The test computes the reference with the fault, so that the served values differ from it.
 @pytest.mark.parametrize(
     ("name", "change", "parts"),
     [
@@ -121,5 +121,5 @@ def test_rounding_that_selects_an_equally_good_expert_is_no_fault(served, rotati
     router, as_good = "model.layers.0.mlp.router", torch.tensor([[3.0, 2.0, 1.99, -1.0]], dtype=torch.bfloat16)
     if rotation is None:
         routed = [(x, torch.cat([as_good, logits[1:]])) for x, logits in served[router]]
-        # Not the experts, which had other logits.
+        # Row 0 of the experts is not compared, because two of its logits are almost equal.
         assert worst({**served, router: routed}, None, weights) == ["router 0"]

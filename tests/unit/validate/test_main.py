@@ -1,4 +1,4 @@
-"""The command as a user or a container runs it: exit codes, the log, the JSON report, and what it never imports."""
+"""The command as a user or a container runs it: exit codes, the log, the JSON report, and its imports."""
 
 import json
 import os

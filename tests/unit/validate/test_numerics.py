@@ -1,4 +1,4 @@
-"""The numerics check notices wrong kernels: each mutation is a mistake that a kernel's author could make."""
+"""The numerics check detects wrong kernels: each mutation is a mistake that a kernel's author could make."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_the_kernel_of_this_checkout_is_right(environment):
 
 @pytest.fixture
 def computed(tmp_path, monkeypatch):
-    """The same facts, from the child's program in this process, which has already imported torch."""
+    """Return a function that computes the facts with the child's program in this process, which has imported torch."""
 
     def run(_target, programs):
         answers = tmp_path / "answers"

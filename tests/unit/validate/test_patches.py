@@ -27,14 +27,14 @@ CHECK = CHECKS["patches-intact"]
 
 @pytest.fixture
 def checkout(tmp_path, patched_wheel, monkeypatch):
-    """A checkout with the same series as the wheel; its manifest of an image is not there."""
+    """A checkout with the same series as the wheel, without an image's manifest."""
     monkeypatch.setattr(patches, "ROOT", tmp_path / "checkout")
     return shutil.copytree(patched_wheel.queue.parent, tmp_path / "checkout/patches").parent
 
 
 @pytest.fixture
 def judge(target, tmp_path, checkout, patched_site):
-    """Judges the environment as a server's start does; every call reads all files again."""
+    """Return a function that judges the environment as a server's start does; every call reads all files again."""
 
     def judge():
         """Return the finding."""
@@ -57,12 +57,12 @@ def replace(file, content):
 
 
 def edit(name, old=b"1", new=b"7"):
-    """An edit that keeps the size."""
+    """Return an edit of a file that keeps its size."""
     return lambda site: replace(site / name, (site / name).read_bytes().replace(old, new))
 
 
 def fit_record(site, *paths):
-    """Give RECORD the hash and the size that files have now."""
+    """Update the hash and size of files in RECORD."""
     rows = {row[0]: row for row in csv.reader(io.StringIO((info_of(site) / "RECORD").read_text(), newline=""))}
     for path in paths:
         data = (site / path).read_bytes()
@@ -116,7 +116,7 @@ def test_what_differs_from_the_wheel_is_refused_by_name(patched_site, judge, cas
 
 @pytest.mark.parametrize("mode", ["UNCHECKED_HASH", "CHECKED_HASH", "TIMESTAMP"])
 def test_bytecode_of_another_source_must_not_win(patched_site, judge, mode):
-    """Python does not compare unchecked hashes with the source, so it would run other code than was checked."""
+    """Python does not compare unchecked hashes with the source, so it could run code that was not checked."""
     source = patched_site / "vllm/b.py"
     good = source.read_bytes()
     replace(source, b"other = 9\n")

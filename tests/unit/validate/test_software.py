@@ -36,7 +36,7 @@ CUDNN = "nvidia/cudnn/lib/libcudnn.so.9"
 
 
 def compiled(path, body):
-    """A shared library of one function by the C compiler, so that loader and call are real."""
+    """Compile a shared library with one function, so that loader and call are real."""
     compile_library(path, f"#include <stddef.h>\n#include <stdlib.h>\n{body}\n", language="c")
 
 
@@ -59,7 +59,7 @@ def test_cudnn_is_loaded_and_asked(target, site, install, body, value, error):
 
 @pytest.mark.needs("cc")
 def test_of_the_systems_libraries_the_newest_version_is_asked(target, site, tmp_path, monkeypatch):
-    """Compared as text, 9.9.0 would be above 9.20.0."""
+    """A comparison as text would order 9.9.0 after 9.20.0."""
     for name, number in (("9.9.0", 90900), ("9.20.0", 92000)):
         compiled(tmp_path / "lib" / f"libcudnn.so.{name}", f"size_t cudnnGetVersion(void) {{ return {number}; }}")
     monkeypatch.setattr(software, "LIBRARY_DIRECTORIES", (str(tmp_path / "lib"),))
@@ -88,7 +88,7 @@ def test_flashinfer_cache(target, site, install, tmp_path, arch, directory):
 
 @pytest.fixture
 def built(site, install, tmp_path):
-    """A workspace of `./inv build.kernels`: one library and its manifest; and the server's variables."""
+    """A workspace of `./inv build.kernels` with a library and its manifest, and the server's variables."""
     install(site, "flashinfer_python", "0.7.0.post1")
     name = "fused_moe_120_fp8xfp4"
     library = tmp_path / f".cache/flashinfer/0.7.0.post1/121a/cached_ops/{name}/{name}.so"

@@ -1,4 +1,4 @@
-"""Recorded facts of nodes, and the situation of two healthy Sparks that a test breaks in one place."""
+"""Recorded facts of nodes, and facts of two healthy Sparks in which a test breaks one fact."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def healthy(sheet):
 
 @pytest.fixture
 def answering(healthy, tmp_path, monkeypatch):
-    """Return a function: a cluster on `device`; ssh to nodes and the local docker print a text for any command."""
+    """Return a function that makes a cluster on `device`; its ssh and docker print `text` for any command."""
 
     def make(text, device="embedded"):
         (tmp_path / "answer").write_text(text)

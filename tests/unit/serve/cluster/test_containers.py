@@ -1,4 +1,4 @@
-"""A node's part in a container: Compose command lines and variables by a stand-in docker, and NCCL's log."""
+"""A node's part in a container: Compose's command lines and variables with a stand-in docker, and NCCL's log."""
 
 import json
 import shlex

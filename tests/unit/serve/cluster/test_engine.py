@@ -1,4 +1,4 @@
-"""Each node's flags and variables, its answers, and how the head handles them."""
+"""The flags, variables and answers of nodes, and the head's handling of the answers."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_a_request_is_answered_and_a_malformed_one_with_an_error(config):
 
 @pytest.fixture
 def asked(config, healthy, monkeypatch):
-    """Return the requests to nodes, in order; `answers` has the nodes' answers, by node and action."""
+    """Return a configuration, the list of requests to nodes, and the table of answers by node and action."""
     questions, answers = [], {}
 
     def answer(_config, node, action, **_more):

@@ -1,4 +1,4 @@
-"""When a cluster is restarted and when not: ends of a head, failures, and requested ends."""
+"""Restarts of a cluster: after the head's part has ended, after failures, and none after a requested end."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SILENT = NetworkError("spark2 cannot be reached by ssh", "No route to host", "ss
 
 
 class Stage:
-    """Nodes with prepared answers, of which the last repeats, and the actions and pauses that follow."""
+    """Nodes with prepared answers (the last one repeats), and a record of the keeper's actions and pauses."""
 
     def __init__(self, config):
         self.config, self.answers = config, {}
@@ -68,10 +68,10 @@ AGAIN, SECOND_PAUSE = ["down", "up"], restarts.FIRST_SECONDS * restarts.FACTOR
         ({"spark": [RUNS, DIED, RUNS, STOPPED]}, [], AGAIN, restarts.FIRST_SECONDS, DIED["why"]),
         ({"spark": [RUNS, WISHED]}, [], [], None, None),
         ({"spark": [RUNS, STOPPED]}, [], [], None, None),
-        ({"spark": [SILENT, SILENT, STOPPED]}, [], [], None, None),  # it may still serve
-        # A start that fails is a failure too.
+        ({"spark": [SILENT, SILENT, STOPPED]}, [], [], None, None),  # a silent head may still serve
+        # A failed start also counts as a failure.
         ({"spark": [DIED, RUNS, STOPPED]}, ["no memory"], AGAIN * 2, SECOND_PAUSE, "it did not start: no memory"),
-        # Waiting for a node that restarts is no failure.
+        # Waiting for a node that restarts does not count as a failure.
         (
             {"spark": [DIED, RUNS, RUNS, RUNS, STOPPED], "spark2": [SILENT, SILENT, RUNS]},
             [], AGAIN, restarts.FIRST_SECONDS, DIED["why"],
@@ -108,7 +108,7 @@ def test_after_three_recent_failures_the_keeper_gives_up_with_a_message(stage):
 
 @pytest.mark.slow
 def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch):
-    """A program in place of `ssh` says that the head's part died, and never answers again."""
+    """A program in place of `ssh` answers once that the head's part died, and then hangs."""
     monkeypatch.undo()
     first = f"mkdir {tmp_path}/first 2> /dev/null && exec echo '{json.dumps(DIED)}'"
     write_program(tmp_path / "ssh", f"{first}\necho $$ > {tmp_path}/asked\nexec sleep 1000")

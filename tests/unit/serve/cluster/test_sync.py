@@ -20,7 +20,7 @@ from sparkforge.image import signing
 from sparkforge.serve.cluster import sync
 from sparkforge.serve.cluster.config import ClusterConfig
 
-# A node's engine is a folder with a file for the image; `save` prints it, `load` writes it down.
+# A node's engine is a folder with a file for the image; `save` prints the file, `load` writes it.
 STAND_IN_DOCKER = """#!/bin/sh
 file="$ENGINE/image"
 case "$*" in

@@ -1,4 +1,4 @@
-"""When a node's part of a server ends: another node's end, silence or absence; and when it does not."""
+"""A node's part of a server ends if another node ends, is silent or does not connect, and otherwise does not."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def both(start):
 
 
 def joined(head):
-    """Return the nodes whose hello the head has read; other established connections may wait in its backlog."""
+    """Return the nodes whose hello the head has read; other connections may wait in the head's backlog."""
     return {line.split()[1] for line in (head.folder / "log").read_text().splitlines() if line.endswith(" joined")}
 
 
@@ -100,7 +100,7 @@ def test_a_stop_ends_the_others_and_says_whether_it_was_the_memory_guards(both, 
 
 
 def test_an_end_by_a_killed_supervisor_is_not_a_requested_end(start):
-    """The kernel then sends the watch SIGTERM, like a requested end."""
+    """The kernel then sends SIGTERM to watch.py, as for a requested end."""
     head, worker = start("head", ["worker"], listen=True, under=supervise.supervised), start("worker", ["head"])
     wait_for(lambda: joined(head) == {"worker"})
     head.kill()
