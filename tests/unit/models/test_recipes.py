@@ -88,7 +88,7 @@ GOOD = recipes.weights(KNOWN["qwen3-0.6b"]).weight_bytes()
     [
         ({**CONFIG, "model_type": "glm4_moe"}, GOOD, "unknown architecture"),
         ({**CONFIG, "quantization_config": {"quant_method": "fp8", "config_groups": {"a": 1, "b": 2}}}, GOOD, "format"),
-        ({**CONFIG, "num_hidden_layers": 40}, GOOD, "promises"),
+        ({**CONFIG, "num_hidden_layers": 40}, GOOD, "by config.json"),
     ],
 )
 def test_a_wrong_model_is_refused_before_its_weights_are_fetched(tmp_path, config, total, message):

@@ -79,7 +79,7 @@ def test_a_device_of_unknown_rates_has_no_prefill_bound():
 
 
 def test_what_a_step_must_gain_before_a_draft_pays_by_hand():
-    """A step of one token reads 4 experts a layer. After three draft steps, one step verifies 4 tokens: 15.3 experts."""
+    """A step of one token reads 4 experts a layer. After three draft steps, a step verifies 4 tokens: 15.3 experts."""
     draft, load = Draft(method="eagle3", tokens=3, passes=3, bytes=10**9, source="by hand"), Workload(1_000)
     plain, verified = roofline.decode(BIG, 1, load), roofline.decode(BIG, 1, load, tokens=4)
     experts = 36 * EXPERT * (128 * (1 - (1 - 4 / 128) ** 4) - 4)
