@@ -158,7 +158,7 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
             if server:
                 try:
                     _end(server, folder)
-                except SparkforgeError as second:  # the first error is the one to report
+                except SparkforgeError as second:  # the first error is reported
                     say(f"{second.what}: {second.why}; ./inv down ends the trial's server")
             raise
         say(f"✗ {plan.profile}: {error.what}")
@@ -187,7 +187,7 @@ def _end(server: Server, folder: Path) -> bool:
         except ServerError as error:
             if error.code != "server.not-running":
                 raise
-            record.forget()  # it died under the load
+            record.forget()  # the server ended during the load
     return True
 
 

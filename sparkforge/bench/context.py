@@ -41,13 +41,13 @@ def describe_server(endpoint: Endpoint) -> ServedModel:
 
 
 def own_server(endpoint: Endpoint) -> records.Server | None:
-    """Return the record of this checkout's running server if it is the one at the endpoint."""
+    """Return the record of this checkout's running server if it serves the endpoint; else None."""
     server, url = running_server(), urlsplit(endpoint.url)
     return server if server and not uses_proxy(endpoint.url) and url.port == server.port else None
 
 
 def running_server() -> records.Server | None:
-    """Return this checkout's server if its process runs. Raises StorageError for a record that is not ours.
+    """Return this checkout's server if its process runs. Raises StorageError if others may have written it.
 
     A container is not checked, because the first request shows whether it still runs.
     """

@@ -121,7 +121,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        """Raise Invoke's Exit, which prints nothing, for every error except a bug of ours."""
+        """Raise Invoke's Exit, which prints nothing, for every error except a bug in Sparkforge."""
         # stdout escapes characters that it cannot encode: half a surrogate pair, or non-ASCII characters in LANG=C.
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -215,7 +215,7 @@ def in_laboratory(module: str, *words: str) -> None:
 
 
 def nobody_reads() -> bool:
-    """Tell whether stdout or stderr is a pipe whose other end is closed, as in `./inv logs | head`."""
+    """Return whether stdout or stderr is a pipe whose other end is closed, as in `./inv logs | head`."""
     poll = select.poll()
     for number in (1, 2):
         poll.register(number, 0)

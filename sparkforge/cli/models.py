@@ -1,4 +1,4 @@
-"""Commands about models: list them, get one, and compute what it needs."""
+"""Commands about models: list, download and remove them, and compute a plan."""
 
 import os
 import shlex

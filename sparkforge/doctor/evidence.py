@@ -166,7 +166,7 @@ def collect_state(state: Path) -> Evidence:
     record_path = state / record.record_path().name
     try:
         evidence.server = record.read(record_path)
-    except StorageError as error:  # such as a record of another user
+    except StorageError as error:  # another user may have written the record
         evidence.add_source(name_of(record_path), f"not believed: {error.why}", read=False)
     _add_build_logs(state, evidence)
     _add_manifests(state, evidence)

@@ -1,1 +1,1 @@
-"""What a model needs of a device, what fits, and how fast it can be at best."""
+"""Plans: the memory that a model needs on a device, the workload that fits, and the highest possible speed."""

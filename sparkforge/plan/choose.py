@@ -149,12 +149,12 @@ def _number(name: str, text: str) -> float:
 
 
 def kv_type(arguments: Sequence[str]) -> str:
-    """Return the type of the KV cache that a server's arguments ask for, a key of KV_BYTES."""
+    """Return the type of the KV cache in a server's arguments, a key of KV_BYTES."""
     return "fp8" if (flag_value(arguments, "--kv-cache-dtype") or "auto").startswith("fp8") else "bf16"
 
 
 def dense_format(arguments: Sequence[str], variables: Mapping[str, str]) -> DenseFormat:
-    """Return the formats of the dense layers that a server's arguments and environment variables ask for."""
+    """Return the formats of the dense layers in a server's arguments and environment variables."""
     return DenseFormat(
         attention=_form(_chosen(variables, LINEAR_VARIABLE) or _named(arguments, LINEAR_KEY)),
         head=_form(_chosen(variables, HEAD_VARIABLE) or _named(arguments, HEAD_KEY)),

@@ -36,7 +36,7 @@ class ClusterSpeed(Record):
 
 
 class WayRow(Record):
-    """A way to use the machines. Bytes are per machine; `link_bytes` is what one machine sends for a token of one user.
+    """A way to use the machines. Bytes are per machine; `link_bytes` are sent by one machine for a token of one user.
 
     `against` has the reasons why the model cannot be split this way; empty if it can. `share` is of the device's
     memory.

@@ -124,9 +124,8 @@ class Chat(Record):
 class Family(Record):
     """One row. `without` lists flags and variables of serve profiles to leave out, because they are for other experts.
 
-    `served` is the default model. `sinks`: whether attention has sinks. `attention_backends` are those that vLLM may
-    select on 12.x; empty: no claim. `tiny` names the tiny checkpoint that tests the family without hardware, empty for
-    none.
+    `served` is the default model. `sinks`: whether attention has sinks. vLLM may select `attention_backends` on 12.x;
+    empty: any. `tiny` names the tiny checkpoint that tests the family without hardware, empty for none.
     """
 
     about: str

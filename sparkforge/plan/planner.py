@@ -1,4 +1,4 @@
-"""`./inv plan`: what a model needs of a device, what fits, how fast it can be at best, and which serve profile to take.
+"""`./inv plan`: a model's memory on a device, the workload that fits, the highest speed, and the serve profile to use.
 
 A plan is computed from sizes and cited figures. Only `--device this` reads the machine.
 """
@@ -203,7 +203,7 @@ def require_speed(plan: Plan) -> None:
 
 
 def require_fit(plan: Plan) -> None:
-    """Raise RefusalError if the request does not fit, with how much is missing and what to change."""
+    """Raise RefusalError if the request does not fit; the error has the missing memory and the change to make."""
     if plan.fit.fits or (plan.cluster and any(row.fits for row in plan.cluster.ways)):
         return
     asked_for = f"{plan.asked.concurrency} x {plan.asked.context} tokens"

@@ -144,7 +144,7 @@ class CitedFigure(Record):
 class Against(Record):
     """A cited figure and its computed bound, in tokens a second; `share` is cited over computed.
 
-    `forecast` is what our kernels should reach in the same formats; None: not computed.
+    `forecast` is the speed that is expected of our kernels in the same formats; None: not computed.
     """
 
     whose: str

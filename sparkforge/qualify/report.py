@@ -164,7 +164,7 @@ def guard(qualification: Qualification) -> Outcomes:
     why = "there is no CUDA memory here; lab/memory_guard.py tests the guard with a server's own memory"
     if device.name == GPU:
         why = "the GPU has its own memory, so CUDA allocations take none of the memory that the guard watches"
-        with suppress(ProbeError):  # nvidia-smi does not know a GB10's memory
+        with suppress(ProbeError):  # nvidia-smi has no figure for a GB10's memory
             if gpus.number(gpus.query("memory.total", units=False, env=os.environ)[0]["memory.total"]) is None:
                 why = ""
     bound = thresholds.load().end_share * machine_memory.total / GIB  # a higher bound has no effect

@@ -202,7 +202,7 @@ def passed(evidence: str) -> CheckResult:
 
 
 def warned(evidence: str, fix: str = "") -> CheckResult:
-    """Return a warning: the server will work, but the user should know the evidence."""
+    """Return a warning: the server can start, but the user should see the evidence."""
     return CheckResult(Status.WARN, evidence, fix)
 
 

@@ -17,7 +17,7 @@ from validate.facts.target import Target
 SCHEMA = 1
 DEADLINE = 8.0  # seconds; later facts stay unknown (a hung network disk, a hung driver)
 
-Value = Any  # what JSON can hold
+Value = Any  # any JSON value
 
 
 @dataclass(frozen=True)

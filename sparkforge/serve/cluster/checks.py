@@ -209,7 +209,7 @@ def _mtu(cluster: ClusterFacts) -> CheckResult:
 
 
 def _add_reach(name: str, meaning: str, problem: Callable[[Reach], str], fix: str) -> None:
-    """Add a check of the network from one node to another; `problem` returns what is wrong with a connection."""
+    """Add a check of the network from one node to another; `problem` returns the fault of a connection, or ""."""
 
     @CHECKS.add(name=name, meaning=meaning, fix=fix)
     def _reached(cluster: ClusterFacts) -> CheckResult:

@@ -66,7 +66,7 @@ def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
 
 
 def program(*argv: str) -> str:
-    """Return what a program prints. Raises OSError or SubprocessError."""
+    """Return the output of a program. Raises OSError or SubprocessError."""
     result = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=PROGRAM_SECONDS)
     return result.stdout.strip()
 

@@ -92,7 +92,7 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, *, dry_run: b
 def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
     """Return the ssh command with which the head reaches a node over the link, and its login.
 
-    User, key and port are those of `ssh NODE`; the host key is the one known by that name.
+    User, key and port are those of `ssh NODE`. The host key is that of the host name in this ssh configuration.
     """
     command = [*remote.SSH, "-o", "UpdateHostKeys=no"]
     if not node.ssh:

@@ -48,7 +48,7 @@ def test_json_is_posted_redacted_and_once(stub, make_result, tmp_path):
     assert (posted["team"], posted["result"]["server"]["model"]) == ("Team", "<path>/gpt-oss-120b")
     assert posted["result"]["metrics"]["tput_per_gpu"] == secret.metrics.tput_per_gpu
     assert stub.bodies[-1][2]["Idempotency-Key"] == secret.digest
-    assert schema.read(path) == secret  # the file itself keeps everything
+    assert schema.read(path) == secret  # the file is not redacted
 
 
 def test_nothing_is_posted_without_a_url_or_for_a_failed_result(stub, saved, make_result, tmp_path, capsys):

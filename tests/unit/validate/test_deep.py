@@ -24,7 +24,7 @@ current_platform = FakePlatform
 
 @pytest.fixture
 def packages(tmp_path):
-    """A folder with a fake torch for CUDA 13.0 and a fake vllm that only knows its platform."""
+    """A folder with a fake torch for CUDA 13.0, and a fake vllm that has only a platform."""
     files = {"torch.py": "class version:\n    cuda = '13.0'\n", "vllm/__init__.py": ""}
     return write_files(tmp_path, {**files, "vllm/platforms/__init__.py": PLATFORM})
 

@@ -151,7 +151,7 @@ def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, enviro
     options = Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path)))
     filtered = replace(options, environ={**options.environ, "FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4"})
     for asked, name in ((options, "fused_moe_120"), (filtered, "fused_moe_120_fp8xfp4")):
-        assert not_run(Target(asked, "spark"))  # FlashInfer would ask for another module
+        assert not_run(Target(asked, "spark"))  # FlashInfer would load another module
         write_files(tmp_path / folder / name, {f"{name}.so": ""})
         assert not not_run(Target(asked, "spark"))
 
