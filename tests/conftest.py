@@ -17,6 +17,7 @@ import pytest
 from programs import require
 
 from sparkforge import pins
+from sparkforge.core import paths
 from sparkforge.core.paths import ROOT
 
 # With several workers (lab/suite.py) all tests of a file run on the same worker, and so do all files of a kind listed
@@ -102,6 +103,21 @@ def own_folders(state_folders, monkeypatch, request):
         monkeypatch.setenv(f"SPARKFORGE_{name.upper()}", str(folder / name))
     yield
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def empty_root(tmp_path, monkeypatch):
+    """An empty folder in place of the checkout: `tmp_path`/checkout."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+    monkeypatch.setattr(paths, "ROOT", root)
+    return root
+
+
+@pytest.fixture
+def use_pins(monkeypatch):
+    """Return a function that makes the code read another table of pins."""
+    return lambda table: monkeypatch.setattr(pins, "load", lambda: table)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from tests.conftest import (  # noqa: F401
     own_folders,
     pytest_runtest_setup,
     state_folders,
+    use_pins,
 )
 from tests.unit.bench.conftest import endpoint, stub  # noqa: F401
 from tests.unit.conftest import docker_command, kit  # noqa: F401

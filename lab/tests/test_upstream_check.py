@@ -11,7 +11,6 @@ from lab.patches import upstream
 from lab.upstream import check as checking
 from lab.upstream import releases, report
 from lab.upstream.effect import Effect
-from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core import files, paths
 from sparkforge.core.errors import NetworkError, UsageError
@@ -205,8 +204,8 @@ def test_no_secret_reaches_the_releases_code(world, monkeypatch):
 
 
 @pytest.fixture
-def command(world, monkeypatch):
-    monkeypatch.setattr(pins, "load", lambda: world.table)
+def command(world, use_pins, monkeypatch):
+    use_pins(world.table)
     monkeypatch.setattr(sets, "load", {"1.0": world.kernels}.__getitem__)
     monkeypatch.setattr(profiles, "load", lambda stack: {"s": world.profiles}[stack])
     monkeypatch.setattr(checking, "PATCHES", world.patches)

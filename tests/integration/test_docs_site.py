@@ -7,7 +7,6 @@ import pytest
 from expected import refused
 
 from lab import check
-from sparkforge.core import paths
 from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -27,12 +26,11 @@ def test_site_loads_nothing_from_another_server(site):
     assert not [sheet for sheet in site.rglob("*.css") if sheets.search(sheet.read_text(encoding="utf-8"))]
 
 
-def test_broken_links_fail_the_build_and_keep_the_old_site(site, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    with (tmp_path / "docs" / "index.md").open("a", encoding="utf-8") as page:
+def test_broken_links_fail_the_build_and_keep_the_old_site(site, empty_root):
+    shutil.copytree(ROOT / "docs", empty_root / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", empty_root)
+    with (empty_root / "docs" / "index.md").open("a", encoding="utf-8") as page:
         page.write("\n[a page](no-such-page.md) and [a heading](glossary.md#no-such-heading)\n")
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
     before = (site / "index.html").read_bytes()
     with refused("process.failed") as caught:
         check.build_site()

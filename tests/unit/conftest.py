@@ -24,7 +24,6 @@ from programs import require, write_program
 from programs import write_files as write
 
 from lab.patches.lock import write_patched
-from sparkforge.core import paths
 from sparkforge.core.files import sha256_file
 from sparkforge.models import local
 from sparkforge.patching import wheels
@@ -287,8 +286,7 @@ def no_docker(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def no_models(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "ROOT", tmp_path / "checkout")
+def no_models(tmp_path, empty_root, monkeypatch):
     monkeypatch.setattr(local, "MODELS", tmp_path / "mounted")
     monkeypatch.setattr(local, "MOUNTED", tmp_path / "absent/.cache/huggingface")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

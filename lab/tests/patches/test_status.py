@@ -8,7 +8,6 @@ from expected import refused
 
 from lab.patches import status, upstream
 from lab.patches.status import Verdict
-from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.errors import UsageError
 from sparkforge.patching import series
@@ -85,8 +84,8 @@ def test_missing_releases_and_queues_are_named(world, monkeypatch):
         upstream.release(world.table, world.component, "9.9.9")
 
 
-def test_the_command_prints_the_table_and_ends_with_its_own_code(world, monkeypatch, capsys):
-    monkeypatch.setattr(pins, "load", lambda: world.table)
+def test_the_command_prints_the_table_and_ends_with_its_own_code(world, use_pins, monkeypatch, capsys):
+    use_pins(world.table)
     monkeypatch.setattr(status, "queues", lambda table, stack, patches=None: [(world.component, world.queue())])
     status.print_status("s")
     assert capsys.readouterr().out.splitlines() == [

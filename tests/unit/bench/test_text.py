@@ -27,13 +27,13 @@ DATA = {MEMBER: RAW.encode(), ARCHIVE: zipped(RAW)}
 
 
 @pytest.fixture(autouse=True)
-def pin(monkeypatch):
+def pin(use_pins):
     """A pin of a small text instead of the real text, which may not be redistributed."""
     files = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in DATA.items()}
     table = pins.load()
     real = table.texts[NAME].model_dump(by_alias=True)
     pinned = pins.TextPin.model_validate({**real, "files": files})
-    monkeypatch.setattr(pins, "load", lambda: table.model_copy(update={"texts": {NAME: pinned}}))
+    use_pins(table.model_copy(update={"texts": {NAME: pinned}}))
     return pinned
 
 

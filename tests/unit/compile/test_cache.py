@@ -136,13 +136,12 @@ def test_an_empty_selection_and_all_without_a_terminal_are_refused(cached):
 
 
 @pytest.fixture
-def image(cached, tmp_path, monkeypatch):
+def image(cached, tmp_path, empty_root, monkeypatch):
     """An image's folders: the key file next to the pins, and a volume with the caches of two images."""
-    (tmp_path / "key").write_text("0123\n")
+    (empty_root / "key").write_text("0123\n")
     (tmp_path / "volume/4567").mkdir(parents=True)
     (tmp_path / "volume/0123").symlink_to(cached.base)
     cached.make(tmp_path / "volume/4567", "old", "common.cuh")
-    monkeypatch.setattr(cache.paths, "ROOT", tmp_path)
     monkeypatch.setenv("SPARKFORGE_CACHE_DIR", str(tmp_path / "volume"))
     monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE")
     return cached

@@ -116,18 +116,17 @@ def test_a_build_that_fails_or_cannot_be_made_is_refused_with_the_next_step(dock
 
 
 @pytest.mark.needs("git")
-def test_the_commit_is_told_and_changes_are_marked(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
+def test_the_commit_is_told_and_changes_are_marked(empty_root):
     assert image.commit() == {}
 
-    (tmp_path / "a").write_text("a")
+    (empty_root / "a").write_text("a")
     who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
     for arguments in (["init", "--quiet"], ["add", "a"], [*who, "commit", "--quiet", "--message", "a"]):
-        run(["git", *arguments], cwd=tmp_path, env={"GIT_COMMITTER_DATE": "1000000000 +0000"})
+        run(["git", *arguments], cwd=empty_root, env={"GIT_COMMITTER_DATE": "1000000000 +0000"})
     commit = image.commit()
     assert len(commit["REVISION"]) == 40
     assert commit["SOURCE_DATE_EPOCH"] == "1000000000"
-    (tmp_path / "a").write_text("b")
+    (empty_root / "a").write_text("b")
     assert image.commit()["REVISION"] == f"{commit['REVISION']}-changed"
 
 

@@ -7,7 +7,7 @@ import pytest
 from expected import refused
 from programs import write_program
 
-from sparkforge.core import errors, paths
+from sparkforge.core import errors
 from sparkforge.image import engine, volume
 
 
@@ -123,9 +123,8 @@ def test_the_newest_container_of_the_service_runs_only_if_its_engine_says_so(
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch, fake_engine, docker_command):
-    (tmp_path / "docker-compose.yml").write_text("services: {}\n")
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
+def checkout(empty_root, fake_engine, docker_command):
+    (empty_root / "docker-compose.yml").write_text("services: {}\n")
     service = {"image": "sparkforge/vllm:embedded", "ports": [{"published": "8000"}],
                "environment": {"SPARKFORGE_STACK": "embedded"}}  # fmt: skip
     config = {"services": {"vllm": service}, "volumes": {"cache": {"name": "mine_cache"}}}

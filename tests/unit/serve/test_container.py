@@ -36,11 +36,9 @@ def api():
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch, api, docker_command, fake_engine):
+def checkout(tmp_path, empty_root, monkeypatch, api, docker_command, fake_engine):
     """A checkout with Compose files; the stand-in `docker` resolves them to a service on the API server's port."""
-    root = tmp_path / "checkout"
-    root.mkdir()
-    (root / "docker-compose.yml").write_text("services: {}\n")
+    (empty_root / "docker-compose.yml").write_text("services: {}\n")
     (tmp_path / "key").write_text("sesame\n")
     fake_engine.container["Image"] = fake_engine.image["Id"]
     # A recorded key file counts only if the container mounts it.
@@ -54,9 +52,8 @@ def checkout(tmp_path, monkeypatch, api, docker_command, fake_engine):
     docker_command.answers("compose version", out="Docker Compose version 2.26.1\n")
     docker_command.answers("config --format json", out=json.dumps(config))
     docker_command.answers("logs", out="the log\n")
-    monkeypatch.setattr(paths, "ROOT", root)
     monkeypatch.setattr(launch, "check_free", lambda *_: None)  # the stand-in server holds the port already
-    return root
+    return empty_root
 
 
 IMAGE, ABSENT = r"GET /images/.+/json", lambda _query: (404, {"message": "No such image: x"})
@@ -313,13 +310,10 @@ def test_on_a_gpu_the_tiny_model_answers_first_in_the_same_container(
     assert ("the Compose files do not read SPARKFORGE_MODEL" in output) == (model[0] == "/")
 
 
-def test_an_image_that_trust_toml_does_not_take_is_not_started(
-    checkout, fake_engine, docker_command, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(docker_device.trust, "FILE", tmp_path / "trust.toml")
+def test_an_image_that_trust_toml_does_not_take_is_not_started(checkout, fake_engine, docker_command, trust_file):
     public = signing.public_text(Ed25519PrivateKey.generate())
     text = f'schema = 1\n[keys.lab]\npublic = """{public}"""\n[images]\ndemand = ["signature"]\n'
-    (tmp_path / "trust.toml").write_text(text)
+    trust_file.write_text(text)
     with pytest.raises(errors.IntegrityError, match=r"trust\.toml demands signature by lab: nothing is attached to it"):
         up()
     fake_engine.routes[IMAGE] = ABSENT

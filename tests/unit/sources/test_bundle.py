@@ -39,9 +39,9 @@ def picks(kit):
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch, kit, picks):
+def world(empty_root, monkeypatch, use_pins, kit, picks):
     checkout = ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series")
-    monkeypatch.setattr(paths, "ROOT", write_files(tmp_path / "root", {path: path for path in checkout}))
+    write_files(empty_root, {path: path for path in checkout})
     sdist = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": kit.asks}))
     torch = {"kind": "wheel", "package": "torch", "version": "1+cpu", "index": "http://127.0.0.1:9"}
     torch = kit.component({TORCH: kit.seed(TORCH, b"torch")}, **torch)
@@ -51,7 +51,7 @@ def world(tmp_path, monkeypatch, kit, picks):
     table |= {"default": "spark", "devices": {"embedded": "embedded"}}
     table["environments"] = {"embedded": {"lock": "embedded", "wheels": ["embedded/torch"], "size": 1}}
     pinned = pins.Pins.model_validate(table)
-    monkeypatch.setattr(pins, "load", lambda: pinned)
+    use_pins(pinned)
     monkeypatch.setattr(wheels, "picks", lambda lock, target: picks)
     return pinned
 

@@ -32,7 +32,7 @@ UNIT = '#include "generated.h"\nextern "C" int PyInit_{name}() {{ return ANSWER;
 
 
 @pytest.fixture
-def small(kit, tmp_path, monkeypatch):
+def small(kit, tmp_path, use_pins, monkeypatch):
     """Pin the small vLLM with a queue of one patch, and the real pins' repositories; return the checkout's root."""
     files = {"CMakeLists.txt": CMAKE, "setup.py": "", "docs/page.md": "not copied\n", "cmake/utils.cmake": ""}
     files |= {f"csrc/{name}.cpp": UNIT.format(name=name) for name in ("spinloop", "fs_io_C")}
@@ -42,7 +42,7 @@ def small(kit, tmp_path, monkeypatch):
     sha256 = kit.seed("vllm-0.32.0.tar.gz", kit.sdist("vllm-0.32.0", files))
     stack["components"]["vllm"]["files"] = {"vllm-0.32.0.tar.gz": {"sha256": sha256, "size": "unknown"}}
     table = Pins.model_validate({"schema": 1, "default": "spark", "stacks": {"spark": stack}})
-    monkeypatch.setattr(pins, "load", lambda: table)
+    use_pins(table)
     unit = {"csrc/spinloop.cpp": files["csrc/spinloop.cpp"]}
     patched = {name: text.replace("ANSWER;", "ANSWER + 1;") for name, text in unit.items()}
     kit.write_queue(tmp_path / "root/patches/vllm-0.32.0", kit.diff(tmp_path / "diff", unit, patched))

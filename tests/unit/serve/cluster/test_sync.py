@@ -78,11 +78,10 @@ def test_an_image_goes_over_the_links_address_and_only_once(cluster, tmp_path):
     assert calls.count("docker load") == 1
 
 
-def test_an_image_that_trust_toml_does_not_take_is_not_sent(cluster, monkeypatch, tmp_path):
+def test_an_image_that_trust_toml_does_not_take_is_not_sent(cluster, trust_file, tmp_path):
     (tmp_path / "head/image").write_text("sha256:aaaa")
     public = json.dumps(signing.public_text(Ed25519PrivateKey.generate()))
-    (tmp_path / "trust.toml").write_text(f'schema = 1\nimages.demand = ["signature"]\nkeys.lab.public = {public}\n')
-    monkeypatch.setattr(sync.trust, "FILE", tmp_path / "trust.toml")
+    trust_file.write_text(f'schema = 1\nimages.demand = ["signature"]\nkeys.lab.public = {public}\n')
     with pytest.raises(EngineError):  # the signature is looked for, in an engine that does not run
         sync.send_image(cluster)
     assert not (tmp_path / "worker/image").exists()
