@@ -13,7 +13,7 @@ from tests.conftest import (  # noqa: F401
     use_pins,
 )
 from tests.unit.bench.conftest import endpoint, stub  # noqa: F401
-from tests.unit.conftest import docker_command, kit  # noqa: F401
+from tests.unit.conftest import docker_command, kit, tiny_file  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -155,16 +155,12 @@ def test_training_learns_is_deterministic_and_is_written_as_served(small, tmp_pa
     assert (facts["plan"], Sizes(**json.loads(facts["sizes"]))) == (repr(plan), SMALL)
 
 
-def test_the_file_and_the_model_are_the_same_both_ways(tmp_path, monkeypatch):
+def test_the_file_and_the_model_are_the_same_both_ways(tiny_file):
     model, vocabulary = randomized(SMALL, 50), np.array([-1, *range(100, 149)], np.int32)
-    path = tmp_path / "tiny.safetensors"
-    path.write_bytes(export.pack(model, vocabulary, {}))
-    again, rows = export.unpack(path)
+    tiny_file.write_bytes(export.pack(model, vocabulary, {}))
+    again, rows = export.unpack(tiny_file)
     assert np.array_equal(rows, vocabulary)
-    monkeypatch.setattr(tiny, "FILE", path)
-    tiny._stored.cache_clear()
     expanded = dict(tiny.tensors())
-    tiny._stored.cache_clear()
     head = export._values(expanded["lm_head.weight"])
     assert head.shape == (VOCAB_SIZE, 64)
     assert torch.equal(head[100:149], again.head[1:])

@@ -58,13 +58,26 @@ def one_thread():
 
 @pytest.fixture
 def claim_gpu(monkeypatch):
-    """Return a function that replaces functions of torch.cuda by their results, as on a GPU that is not here."""
+    """Return a function that replaces functions of torch.cuda by their results, as on a GPU that is not here.
 
-    def claim(**results):
+    `hip` is the version of AMD's HIP that torch was built with.
+    """
+
+    def claim(hip=None, **results):
+        monkeypatch.setattr(torch.version, "hip", hip)
         for name, result in results.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
 
     return claim
+
+
+@pytest.fixture
+def search_on(monkeypatch):
+    """Search for kernel shapes, with no results yet."""
+    from spark_mxfp4.kernels import search, tuning
+
+    monkeypatch.setenv(search.SEARCH_VARIABLE, "on")
+    monkeypatch.setattr(tuning, "_adopted", {})
 
 
 @pytest.fixture

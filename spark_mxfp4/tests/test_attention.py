@@ -104,15 +104,14 @@ def test_splits_fill_the_gpu():
     assert {load: attention.splits(*load) for load in loads} == loads
 
 
-def test_other_heads_and_devices_are_left_to_vllm(monkeypatch, claim_gpu):
+def test_other_heads_and_devices_are_left_to_vllm(claim_gpu):
     assert [sizes for sizes in HEADS if attention.heads_fit(*sizes)] == [(64, 8, 64), (8, 1, 64), (8, 8, 64)]
     assert not attention.device_fits(torch.device("cpu"))
     gpu = torch.device("cuda")
     for capability, fits in (((9, 0), True), ((12, 1), True), ((10, 0), False)):
         claim_gpu(get_device_capability=capability)
         assert attention.device_fits(gpu) is fits
-    claim_gpu(get_device_capability=(9, 0))
-    monkeypatch.setattr(torch.version, "hip", "7.1")  # AMD's gfx90a reports 9.0 too
+    claim_gpu("7.1", get_device_capability=(9, 0))  # AMD's gfx90a reports 9.0 too
     assert not attention.device_fits(gpu)
 
 

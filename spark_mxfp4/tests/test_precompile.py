@@ -109,10 +109,9 @@ def test_a_failed_build_prints_its_error_and_leaves_no_files(compiled, fake_nvcc
     assert "there are no kernels for '89' · targets are 90a, 120a, 121a" in capsys.readouterr().err
 
 
-def test_amds_gpus_are_refused_by_name(monkeypatch, claim_gpu):
+def test_amds_gpus_are_refused_by_name(claim_gpu):
     """AMD's gfx90a reports the compute capability 9.0, as Hopper does, and torch calls the device cuda."""
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    claim_gpu(get_device_capability=(9, 0))
+    claim_gpu("7.1", get_device_capability=(9, 0))
     device = torch.device("cuda", 6)
     assert not hopper.HopperKernel.available(device)
     with pytest.raises(NotImplementedError, match="dense kernels cannot run"):

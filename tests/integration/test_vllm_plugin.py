@@ -334,9 +334,10 @@ def test_wrong_values_and_unsupported_routing_are_refused(monkeypatch):
 def fused_attention(monkeypatch):
     """Select our attention kernel; restore vLLM's backend, norms and rotary embeddings afterwards."""
     monkeypatch.setenv("SPARK_MXFP4_ATTENTION", "fused")
-    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-    monkeypatch.setattr(backends, "_ATTN_OVERRIDES", {})
+    rotary_embedding._ROPE_DICT.clear()
     yield
+    rotary_embedding._ROPE_DICT.clear()
+    backends._ATTN_OVERRIDES.clear()
     op_registry_oot.pop("RMSNorm", None)
     attention.replace_norms.cache_clear()
 
@@ -350,8 +351,7 @@ def test_fused_attention_takes_flash_attentions_place_in_every_process(configure
     assert chosen.forward_includes_kv_cache_update
 
 
-def test_attention_takes_over_the_rotary_embedding_of_models_without_a_draft(configure, monkeypatch, fused_attention):
-    monkeypatch.setattr(attention, "_ROPE_DICT", rotary_embedding._ROPE_DICT)
+def test_attention_takes_over_the_rotary_embedding_of_models_without_a_draft(configure, fused_attention):
     config = configure(SMALL)
     yarn = {"rope_theta": 150000.0, "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     positions, query, key = torch.arange(3), torch.randn(3, 128), torch.randn(3, 64)

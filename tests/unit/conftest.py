@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -184,6 +185,23 @@ def trust_file(tmp_path, monkeypatch):
     """The requirements for images and bundles, which the test writes."""
     monkeypatch.setattr("sparkforge.image.trust.FILE", tmp_path / "trust.toml")
     return tmp_path / "trust.toml"
+
+
+@pytest.fixture
+def set_hostname(monkeypatch):
+    """Return a function that gives this machine another name."""
+    return lambda name: monkeypatch.setattr(socket, "gethostname", lambda: name)
+
+
+@pytest.fixture
+def tiny_file(tmp_path, monkeypatch):
+    """The file of the tiny model, which the test writes."""
+    from sparkforge.models import tiny
+
+    monkeypatch.setattr(tiny, "FILE", tmp_path / "tiny.safetensors")
+    tiny._stored.cache_clear()
+    yield tiny.FILE
+    tiny._stored.cache_clear()
 
 
 @pytest.fixture

@@ -13,12 +13,9 @@ SIZES = [(16, 6144, 2048, 2), (256, 2048, 768, 8), (32, 2880, 2880, 4), (64, 409
 
 
 @pytest.fixture(autouse=True)
-def own_results(tmp_path, monkeypatch):
+def own_results(search_on):
     if not hopper.HopperKernel.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no nvcc, here")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(search.SEARCH_VARIABLE, "on")
-    monkeypatch.setattr(tuning, "_adopted", {})
 
 
 @pytest.mark.parametrize(("experts", "hidden", "intermediate", "top_k"), SIZES)

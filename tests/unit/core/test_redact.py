@@ -1,7 +1,6 @@
 """Results and support archives name no user, host, address or path, and hold no secret."""
 
 import re
-import socket
 import time
 import tomllib
 from pathlib import Path
@@ -59,8 +58,8 @@ def test_harmless_lines_stay_readable():
     assert [redact.for_support(text) for text in readable] == readable
 
 
-def test_this_machines_own_names_go(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "annas-spark.example.net")
+def test_this_machines_own_names_go(set_hostname, monkeypatch):
+    set_hostname("annas-spark.example.net")
     monkeypatch.setenv("LOGNAME", "anna")
     redacted = redact.for_support("anna@annas-spark: ssh annas-spark as anna, not susanna")
     assert "annas" not in redacted

@@ -1,7 +1,6 @@
 """The support archive: whole or absent, the same bytes from the same evidence, and no planted secret in it."""
 
 import json
-import socket
 import tarfile
 from pathlib import Path
 
@@ -27,12 +26,12 @@ RuntimeError: CUDA error: invalid resource handle
 
 
 @pytest.fixture
-def planted(tmp_path, monkeypatch):
+def planted(tmp_path, set_hostname, monkeypatch):
     """A state folder and facts of a machine, with SECRETS in all places."""
     folder = tmp_path / SECRETS["home"] / "state"
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    monkeypatch.setattr(socket, "gethostname", lambda: SECRETS["host"])
+    set_hostname(SECRETS["host"])
     monkeypatch.setenv("LOGNAME", SECRETS["user"])
     machine = {"cudnn.version": Fact("9.20.0.48", "x"), "os.name": Fact(SECRETS["host"], SECRETS["address"])}
     monkeypatch.setattr(evidence, "machine_facts", lambda: machine)

@@ -37,13 +37,10 @@ TENSOR = '"x": {"dtype": %s, "shape": [2], "data_offsets": [0, %d]}'
         '{"__metadata__": {"sizes": "{}"}, ' + TENSOR % ('"U8"', 1) + "}",
     ],
 )  # fmt: skip
-def test_a_damaged_or_missing_file_is_told(tmp_path, monkeypatch, header):
-    monkeypatch.setattr(tiny, "FILE", tmp_path / "tiny.safetensors")
-    tiny._stored.cache_clear()
+def test_a_damaged_or_missing_file_is_told(tmp_path, tiny_file, header):
     if header is not None:
-        tiny.FILE.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+        tiny_file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with refused("input.model", r"git checkout sparkforge/models/tiny\.safetensors"):
         dict(tiny.tensors())
     if header is None:
         assert tiny.main([str(tmp_path / "out")]) == InputError.exit_code
-    tiny._stored.cache_clear()

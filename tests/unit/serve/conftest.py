@@ -1,12 +1,14 @@
 """A stand-in for nvidia-smi, a key file, and short pauses between questions to a server."""
 
 import sys
+import time
 
 import pytest
 from programs import write_program
 
 from sparkforge.core import docker, openai
 from sparkforge.plan import capabilities
+from sparkforge.serve import launch
 
 STAND_IN = """
 import sys
@@ -35,6 +37,20 @@ def fake_nvidia_smi(tmp_path, monkeypatch):
 def short_pauses(monkeypatch):
     for module in (openai, docker):
         monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The seconds that the code wants to sleep; it goes on at once."""
+    seconds = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+@pytest.fixture
+def unchecked_port(monkeypatch):
+    """Start a server although its port may be taken."""
+    monkeypatch.setattr(launch, "check_free", lambda *_: None)
 
 
 @pytest.fixture

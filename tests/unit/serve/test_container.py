@@ -36,7 +36,7 @@ def api():
 
 
 @pytest.fixture
-def checkout(tmp_path, empty_root, monkeypatch, api, docker_command, fake_engine):
+def checkout(tmp_path, empty_root, unchecked_port, api, docker_command, fake_engine):
     """A checkout with Compose files; the stand-in `docker` resolves them to a service on the API server's port."""
     (empty_root / "docker-compose.yml").write_text("services: {}\n")
     (tmp_path / "key").write_text("sesame\n")
@@ -52,7 +52,6 @@ def checkout(tmp_path, empty_root, monkeypatch, api, docker_command, fake_engine
     docker_command.answers("compose version", out="Docker Compose version 2.26.1\n")
     docker_command.answers("config --format json", out=json.dumps(config))
     docker_command.answers("logs", out="the log\n")
-    monkeypatch.setattr(launch, "check_free", lambda *_: None)  # the stand-in server holds the port already
     return empty_root
 
 

@@ -23,7 +23,7 @@ UP = ["up", "--device", devices.EMBEDDED, "--python", "python"]
 
 
 @pytest.fixture
-def started(monkeypatch, tmp_path):
+def started(monkeypatch, tmp_path, unchecked_port):
     """The launches of `./inv up`, which start nothing. A program that notes its arguments stands for Python."""
     launches = []
 
@@ -33,7 +33,6 @@ def started(monkeypatch, tmp_path):
 
     write_program(tmp_path / "python", f'echo "$*" >> {tmp_path}/arguments\necho serve')
     monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(launch, "check_free", lambda *_: None)
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     for name in ("MODEL", "PORT", "TP", "MAX_MODEL_LEN", access.HOSTS):
         monkeypatch.delenv(name, raising=False)

@@ -89,14 +89,12 @@ def test_too_many_failures_hold_the_container_until_a_signal_forgives_them(tmp_p
     assert known() == ()
 
 
-def test_each_failure_waits_longer_and_says_why(tmp_path, monkeypatch, capsys):
-    slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+def test_each_failure_waits_longer_and_says_why(tmp_path, pauses, capsys):
     for _ in range(2):
         restarts.begin(WHO)
         ends(why="it was out of memory", at=time.time())
         restarts.admit(WHO, tmp_path)
-    assert slept == pytest.approx([2, 8], abs=1)
+    assert pauses == pytest.approx([2, 8], abs=1)
     assert "it was out of memory" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
 
@@ -135,17 +133,16 @@ def test_a_server_that_does_not_answer_well_or_is_not_ready_is_not_healthy(ready
             assert "does not answer" in health.look(ready(*address))
 
 
-def test_a_refused_start_that_holds_is_tried_again_until_it_is_admitted(monkeypatch, capsys):
-    waited, answers = [], [RefusalError("the validator refuses to serve", "no memory", "free some")] * 2
+def test_a_refused_start_that_holds_is_tried_again_until_it_is_admitted(pauses, capsys):
+    answers = [RefusalError("the validator refuses to serve", "no memory", "free some")] * 2
 
     def start():
         if answers:
             raise answers.pop()
         return "served"
 
-    monkeypatch.setattr(time, "sleep", waited.append)
     assert hold.hold_start(start) == "served"
-    assert waited == [30, 60]
+    assert pauses == [30, 60]
     assert capsys.readouterr().err.count("refused: the validator refuses to serve: no memory; validates again") == 2
 
 

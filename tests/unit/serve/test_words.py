@@ -162,8 +162,8 @@ def test_a_network_card_tells_the_machines_network_from_a_containers(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["3f2a00bb11cc", "spark"])
-def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_path, host):
-    monkeypatch.setattr(entrypoint.socket, "gethostname", lambda: host)
+def test_the_next_command_has_the_files_that_compose_was_given(set_hostname, monkeypatch, tmp_path, host):
+    set_hostname(host)
     monkeypatch.setenv("SPARKFORGE_COMPOSE_FILE", "a.yml:my b.yml")
     again = f"docker start {host}   # after a change of Compose's settings: " if host != "spark" else ""
     advice = paths.where_it_runs(entrypoint.start_again(), tmp_path)  # as in an image

@@ -101,7 +101,7 @@ def test_a_download_stops_at_the_size_of_its_pin(server, monkeypatch):
     assert leftovers() == []
 
 
-def test_a_download_without_a_pinned_size_stops_at_the_size_in_the_index_or_at_the_largest(server, monkeypatch):
+def test_a_download_without_a_pinned_size_stops_at_the_size_in_the_index_or_at_the_largest(server):
     server.behave = endless
     files = [{"filename": NAME, "url": f"/files/{NAME}", "hashes": {"sha256": SHA}, "size": len(DATA)}]
     page = json.dumps({"meta": {"api-version": "1.1"}, "name": "thing", "files": files, "versions": ["1"]}).encode()
@@ -109,8 +109,8 @@ def test_a_download_without_a_pinned_size_stops_at_the_size_in_the_index_or_at_t
     with refused("integrity.hash", f"at most {len(DATA)} bytes"):
         fetch.fetch("thing", NAME, SHA)
     server.page = lambda _: (200, PAGE, HTML)
-    monkeypatch.setattr(fetch, "LARGEST", 1 << 20)
-    with refused("integrity.hash", "at most 1048576 bytes"):
+    server.behave = lambda _: (200, b"", {"Content-Length": fetch.LARGEST + 1})
+    with refused("integrity.hash", f"at most {fetch.LARGEST} bytes"):
         fetch.fetch("thing", NAME, SHA)
 
 

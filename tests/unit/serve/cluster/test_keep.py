@@ -26,9 +26,9 @@ SILENT = NetworkError("spark2 cannot be reached by ssh", "No route to host", "ss
 class Stage:
     """Nodes with prepared answers (the last one repeats), and a record of the keeper's actions and pauses."""
 
-    def __init__(self, config):
-        self.config, self.answers = config, {}
-        self.actions, self.pauses, self.failing = [], [], []
+    def __init__(self, config, pauses):
+        self.config, self.pauses, self.answers = config, pauses, {}
+        self.actions, self.failing = [], []
 
     def ask(self, _config, node, action):
         assert action == "status"
@@ -46,12 +46,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(healthy, monkeypatch):
-    stage = Stage(healthy.config)
+def stage(healthy, pauses, monkeypatch):
+    stage = Stage(healthy.config, pauses)
     monkeypatch.setattr(start, "ask", stage.ask)
     monkeypatch.setattr(start, "up", stage.up)
     monkeypatch.setattr(start, "down", lambda _config: stage.actions.append("down"))
-    monkeypatch.setattr(time, "sleep", stage.pauses.append)
     return stage
 
 
