@@ -264,5 +264,5 @@ def test_invalid_arguments_are_refused(command, monkeypatch, tmp_path):
     with refused("network.fetch", "cannot look for a newer"):
         command()
     for python in (tmp_path / "python", tmp_path):
-        with pytest.raises(UsageError, match="cannot be run"):  # it does not go on
+        with pytest.raises(UsageError, match="cannot be run"):
             command(python=str(python))

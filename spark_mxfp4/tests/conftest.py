@@ -58,10 +58,7 @@ def one_thread():
 
 @pytest.fixture
 def claim_gpu(monkeypatch):
-    """Return a function that replaces functions of torch.cuda by their results, as on a GPU that is not here.
-
-    `hip` is the version of AMD's HIP that torch was built with.
-    """
+    """Return a function that replaces functions of torch.cuda, and torch's HIP version, as on a GPU that is not here."""
 
     def claim(hip=None, **results):
         monkeypatch.setattr(torch.version, "hip", hip)

@@ -7,15 +7,10 @@ import json
 import pytest
 from oci_layout import layer
 
-from sparkforge.image import build, engine
+from sparkforge.image import build
 
 PATHS = {name: f"/opt/sparkforge/{name}.json" for name in ("manifest", "audit")}
 CLEAN = {"files": 3, "code": {}}
-
-
-@pytest.fixture
-def short_timeout(monkeypatch):
-    monkeypatch.setattr(engine, "SECONDS", 0.3)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from expected import refused
 
 from sparkforge.core import errors
 from sparkforge.image import build as builder
+from sparkforge.image import engine
 from sparkforge.image import inspect as docker_image
 
 
@@ -30,12 +31,12 @@ def test_an_image_of_this_checkout_is_accepted_and_nothing_is_left(fake_engine, 
     assert called[-1][1]["v"] in {"True", "1", "true"}  # with the anonymous volume that the image declares
 
 
-@pytest.mark.usefixtures("short_timeout")
-def test_an_engine_may_unpack_an_image_before_its_first_container(fake_engine, holding):
+def test_an_engine_may_unpack_an_image_before_its_first_container(fake_engine, holding, monkeypatch):
     def unpacked(_query):
         time.sleep(0.6)
         return 201, {"Id": "abc", "Warnings": []}
 
+    monkeypatch.setattr(engine, "SECONDS", 0.2)
     holding()
     fake_engine.routes["POST /containers/create"] = unpacked
     verify()

@@ -66,8 +66,8 @@ def test_a_refused_socket_is_a_matter_of_the_group(fake_engine, monkeypatch):
         look()
 
 
-@pytest.mark.usefixtures("short_timeout")
 def test_an_engine_that_does_not_answer_times_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "SECONDS", 0.3)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "d.sock"))
