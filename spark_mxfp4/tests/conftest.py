@@ -58,7 +58,7 @@ def one_thread():
 
 @pytest.fixture
 def claim_gpu(monkeypatch):
-    """Return a function that replaces functions of torch.cuda, and torch's HIP version, as on a GPU that is not here."""
+    """Return a function that replaces functions of torch.cuda, and torch's HIP version, as on a GPU not here."""
 
     def claim(hip=None, **results):
         monkeypatch.setattr(torch.version, "hip", hip)

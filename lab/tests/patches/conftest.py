@@ -1,6 +1,5 @@
 """A made-up upstream: releases as sdists in the cache, and a queue of three patches for 1.0, two on one line."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +19,8 @@ AFTER = (
 
 
 @pytest.fixture
-def world(kit, tmp_path, monkeypatch):
+def world(kit, tmp_path):
     """The upstream `up`: pinned in 1.0 with the queue `patches/up-1.0`; `release(version, files)` adds another."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # the kernel keeps a killed process's data
 
     def release(version, files):
         return kit.seed(f"up-{version}.tar.gz", kit.sdist(f"up-{version}", files))

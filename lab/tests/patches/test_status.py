@@ -91,8 +91,6 @@ def test_the_command_prints_the_table_and_ends_with_its_own_code(world, use_pins
     assert capsys.readouterr().out.splitlines() == [
         "up-1.0 on up-1.0.tar.gz", *(f"  ✓ 000{number}-change-something.patch: applies" for number in (1, 2, 3)),
     ]  # fmt: skip
-    chosen = status.chosen
-    monkeypatch.setattr(status, "chosen", lambda table, stack, against: chosen(table, stack, against, world.patches))
     world.release("2.0", CASES["changed a line of context"][0](world.V1))
     with refused("patch.conflict") as caught:
         status.print_status("s", "up-2.0")
