@@ -86,7 +86,7 @@ def _from_folder(folder: Path) -> dict[str, str]:
         raise InputError(
             "cannot read the novels",
             str(error),
-            f"a folder with {', '.join(f'{name}.txt' for name in NOVELS)}",
+            f"give --texts a folder with {', '.join(f'{name}.txt' for name in NOVELS)}",
             code="input.model",
         ) from error
 

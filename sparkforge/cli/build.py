@@ -83,12 +83,12 @@ class BuildOptions:
     """Options of `./inv build`."""
 
     engine: str = option("native, or docker: the stack's container image", "native")
-    from_: str = option("wheel: upstream's vLLM with patched Python; source: vLLM's own extensions compiled", "wheel")
+    from_: str = option("wheel: upstream's vLLM, Python files patched; source: also compile its extensions", "wheel")
     only: str = option("native: only one part: sources (also those from git), or toolchain (the compilers)")
     jobs: str = option(JOBS, "auto")
     python: str = option("native: interpreter of the server that uses the kernels")
     compile_python: str = option("native, from source: interpreter with torch and CUDA to compile against")
-    sources: str = option("native: folder of an unpacked bundle, used instead of the network, or of git checkouts")
+    sources: str = option("native: folder used instead of the network: an unpacked bundle, or one of git checkouts")
     packs: str = option(PACKS)
     platform: str = option("docker: platform of the image, such as linux/arm64; default: the engine's")
     reproducible: bool = option("docker: give files the commit's time, so that another build is identical", False)

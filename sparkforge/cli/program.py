@@ -192,7 +192,7 @@ def require(name: str, names: Iterable[str]) -> str:
     if name in names:
         return name
     if name.startswith("-"):
-        why = "an option follows its command; without one there are --list, --version and --help"
+        why = "an option follows its command; the only options without a command are --list, --version and --help"
         raise UsageError(f"there is no option {name}", why, "./inv --help")
     raise UsageError(f"there is no command {name!r}", *_nearest(name, names, "./inv --list", "./inv "))
 

@@ -66,9 +66,10 @@ class Hub:
 
 
 def _progress(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Any:
-    """Return a class with the few methods of tqdm that the library calls, which passes `advance` the bytes.
+    """Return a class with the few methods of tqdm that the library calls.
 
-    The class raises IntegrityError if the file has more bytes than in the hub's metadata.
+    It calls `advance` with the number of new bytes, and raises IntegrityError if the file has more
+    bytes than in the hub's metadata.
     """
     count = begin
 

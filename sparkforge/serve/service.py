@@ -82,8 +82,9 @@ class ServiceUnit:
 class Manager:
     """The system's or this user's service manager, for queries about our unit.
 
-    `file` is the unit's file, and `option` selects the manager in our commands; advised commands that change the unit
-    begin with `sudo` or `systemctl`.
+    `file` is the unit's file, and `option` selects the manager in our commands. Advised commands that change the unit
+    begin with `self.sudo` or `self.systemctl`: `sudo ` and `sudo systemctl` for the system's unit, nothing and
+    `systemctl --user` for a user's own.
     """
 
     def __init__(self, system: bool) -> None:
@@ -167,7 +168,8 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
     manager.control("enable", NAME)
     say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
     pauses = "growing pauses, 5 s to 5 min" if number >= GROWING_SINCE else "pauses of 30 s (systemd before 254)"
-    say(f"systemd {number} starts it at boot and after a crash, with {pauses}; six ends in two hours stop it")
+    limit = "if it was started six times within two hours, systemd does not start it again"
+    say(f"systemd {number} starts it at boot and after a crash, with {pauses}; {limit}")
     if not system and not (MACHINE / LINGERING / (name := getpass.getuser())).exists():
         say(
             f"NOTE: it starts when {name} logs in and ends with the last session, whose shared memory logind deletes "
@@ -180,7 +182,10 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
 
 
 def remove(*, system: bool) -> None:
-    """Stop and remove the system's unit, or this user's, else the system's. Raises ServerError, StorageError."""
+    """Stop and remove the system's unit if `system`; otherwise this user's, or the system's if this user has none.
+
+    Raises ServerError or StorageError.
+    """
     version()
     managers = [Manager(True)] if system else [Manager(False), Manager(True)]
     manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)
@@ -253,7 +258,10 @@ def quoted(word: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a value that systemd reads unquoted to the line's end, as of WorkingDirectory=. Raises UsageError."""
+    """Return a value for a setting that systemd reads unquoted to the end of the line, such as WorkingDirectory=.
+
+    Raises UsageError.
+    """
     if text.endswith("\\") or any(ord(letter) < 32 or "\ud800" <= letter <= "\udfff" for letter in text):
         why = "a unit's line holds UTF-8 without control characters and does not end with a backslash"
         fix = "again   # first move the checkout, the model or the state folder"

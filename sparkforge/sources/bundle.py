@@ -134,7 +134,8 @@ def make_and_report(output: Path, *, stack: str, machine: str = "", python: str 
     It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` are further locks.
     """
     if python and not re.fullmatch(r"3\.\d+", python):
-        raise UsageError(f"{python} is not a Python version", "its form is not 3.12", "./inv bundle --python 3.12")
+        why = "it must have the form 3.N, such as 3.12"
+        raise UsageError(f"{python} is not a Python version", why, "./inv bundle --python 3.12")
     if machine and machine not in MACHINES:
         why = f"the pinned files are for {' and '.join(MACHINES)}"
         raise UsageError(f"cannot bundle for {machine}", why, f"./inv bundle --machine {MACHINES[0]}")
@@ -266,7 +267,8 @@ def _write_tar(out: Any, entries: Iterable[BundleMember]) -> None:
                 hashed = _Hashing(file)
                 tar.addfile(info, hashed)  # type: ignore[arg-type]
             if hashed.digest.hexdigest() != entry.sha256:
-                failure, why = f"{entry.path} cannot be packed", f"{entry.source!s:.200} is not {entry.sha256}"
+                failure = f"{entry.path} cannot be packed"
+                why = f"the sha256 of {entry.source!s:.200} is not {entry.sha256}"
                 raise IntegrityError(failure, why, "again   # first remove that file", code="integrity.hash")
 
 
@@ -343,8 +345,10 @@ def _unpack(file: Path, folder: Path) -> set[str]:
             raise IntegrityError(f"{file.name} is refused", f"{path} does not match the index",
                                     "again   # first copy the bundle again", code="integrity.hash")  # fmt: skip
         unpacked.add(path)
-    if wanted is None or (missing := sorted(set(wanted) - unpacked)):
-        raise _refused(file, f"it is truncated: {', '.join(missing[:3]) if wanted else 'it is empty'} is missing")
+    if wanted is None:
+        raise _refused(file, "it is empty")
+    if missing := sorted(set(wanted) - unpacked)[:3]:
+        raise _refused(file, f"it is truncated: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     return unpacked
 
 
@@ -360,5 +364,5 @@ def _read_index(file: Path, data: bytes) -> dict[str, tuple[str, int]]:
     for path, (_, length) in members.items():
         fine = unharmful(path) and path != offline.INDEX and length >= 0 and path.count("/") <= MAX_DEPTH
         if not fine or any(parent in members for parent in archive.parents(path)):
-            raise _refused(file, f"its {offline.INDEX} lists {path[:200]!r}")
+            raise _refused(file, f"its {offline.INDEX} has an entry that is not allowed: {path[:200]!r}")
     return members

@@ -144,7 +144,7 @@ def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, 
 
     def make(temporary: Path) -> Made:
         if not file.is_file():
-            fix = "without --offline   # or see absent in its index.json"
+            fix = "without --offline   # or read the list `absent` in the bundle's index.json"
             raise NetworkError(f"cannot fetch {name}", "the bundle has no copy", fix, code="network.fetch")
         listing = archive.unpack(file, temporary)
         archive.write_listing(target, listing)

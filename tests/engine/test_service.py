@@ -1,8 +1,8 @@
 """`./inv service.install` on a real systemd, as process 1 of a container.
 
-Launcher, hold and supervisor are the real ones. The checkout is mounted read-only, under a path that must be quoted,
-and a stand-in replaces vLLM. In the test of the unit for Docker the embedded image serves, on the engine of these
-tests.
+The launcher, the code that waits after a refused start (hold.py), and the supervisor are the real ones. The checkout is
+mounted read-only, under a path that must be quoted, and a stand-in replaces vLLM. The test of the unit for Docker uses
+no stand-in: the embedded image serves, on the Docker engine that these tests use.
 """
 
 import os
@@ -39,7 +39,7 @@ write_json(manifest.beside(env.path), asdict(made))
 
 
 class Machine:
-    """A container that systemd runs, with our commands in it."""
+    """A container whose process 1 is systemd, and methods that run our commands in it."""
 
     def __init__(self, engine, name, checkout=CHECKOUT, state=STATE, variables=()):
         self.engine, self.name, self.checkout = engine, name, checkout
@@ -97,7 +97,10 @@ def image(engine):
 
 
 def boot(engine, image, name, mounts, *options):
-    """Start a container that systemd runs, with the interpreter of the checkout's .venv; `mounts` are read-only."""
+    """Start a container whose process 1 is systemd.
+
+    The base interpreter of the checkout's .venv and `mounts` are mounted read-only.
+    """
     ask = [ROOT / ".venv/bin/python", "-c", "import sys; print(sys.base_prefix)"]
     base = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
     mounts = {**mounts, **({base: base} if base != "/usr" else {})}
@@ -232,7 +235,7 @@ def test_a_logout_does_not_reach_the_shared_memory_of_a_system_unit(machine):
     installed = machine.sh(f"""SPARKFORGE_GUARD_GIB=0 '{CHECKOUT}/inv' {" ".join(SYSTEM_UNIT)} 2>&1""")
     assert "RemoveIPC" not in installed
     machine.until("ActiveState", "active")
-    assert not alice.log_in_and_out(), "logind must have deleted, or nothing is shown"
+    assert not alice.log_in_and_out(), "otherwise the test proves nothing: logind must delete the memory"
     time.sleep(1)
     assert (machine.show("ActiveState"), machine.show("NRestarts")) == ("active", "0")
 
@@ -257,7 +260,7 @@ def test_units_edited_by_hand_or_of_another_checkout_are_kept(machine):
 
 @pytest.fixture
 def docker_machine(engine, project, image):
-    """A machine whose docker is the engine of these tests, so paths and network are this machine's."""
+    """A machine whose `docker` talks to the engine of these tests; so it has the host's paths and network."""
     docker = shutil.which("docker", path=engine.environment["PATH"])
     config = Path(engine.environment["DOCKER_CONFIG"])
     plugins = {plugin.resolve().parent for plugin in (config / "cli-plugins").iterdir()}

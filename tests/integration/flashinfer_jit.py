@@ -1,9 +1,10 @@
 """Print the modules that FlashInfer's JIT would build. A program; its first argument is the tree under test.
 
-A second argument sets the variable FLASHINFER_MOE_SM120_DTYPES. `spec` on stdin prints the SM120 fused MoE's module
-name, flags and units (path → text of a generated unit, null for others); `dense` the same of the SM120 FP4 product,
-NVFP4 (`fp4`) and MXFP4 (`mxfp4`, null where FlashInfer has no generator for it). The packages flashinfer and
-flashinfer.jit are imported without running their __init__, which loads every operator and a GPU library.
+A second argument sets the variable FLASHINFER_MOE_SM120_DTYPES. If stdin is `spec`, it prints name, flags and units of
+the SM120 fused MoE's module (a unit's path → its text, null if it is not generated). If stdin is `dense`, it prints the
+same for two SM120 FP4 products, `fp4` (NVFP4) and `mxfp4`; null for one that this FlashInfer cannot generate. The
+packages flashinfer and flashinfer.jit are imported without running their __init__, which loads every operator and a GPU
+library.
 """
 
 import json

@@ -4,8 +4,8 @@
 
 It builds only the targets of `targets.toml` that SM121 uses. After a kill the next build takes finished units from
 ccache. The overlay appears when it is complete and has passed the audit (docs/concepts/vllm-extensions.md).
-`compile_units` compiles and audits only some units, for a developer who edits one. vLLM's CMake files run the
-interpreter: its torch supplies headers and flags, and its jinja2 generates kernels.
+`compile_units` compiles and audits only some units, for a developer who edits one. vLLM's CMake files run a Python
+interpreter (`ExtensionRequest.python`): its torch supplies headers and flags, and its jinja2 generates kernels.
 """
 
 import fnmatch
@@ -147,7 +147,7 @@ class ExtensionOrder:
 
     @property
     def configuration(self) -> dict[str, str]:
-        """The inputs of a configured build folder, for any targets."""
+        """The inputs that determine a configured build folder; they do not depend on the targets."""
         tools = {name: self.chain.versions[name] for name in ("nvcc", "c++")}
         interpreter = {**self.interpreter.versions, "interpreter": str(self.interpreter.python)}
         return {"layout": LAYOUT, "arch": self.arch, **tools, **interpreter, **self.sources.identity}
@@ -160,7 +160,7 @@ class ExtensionOrder:
 
     @property
     def folder(self) -> Path:
-        """The build folder, with the patched copy, the stand-ins, and CMake's folder."""
+        """The build folder: the patched copy, placeholder files for left-out repositories, and CMake's folder."""
         text = json.dumps(self.configuration, sort_keys=True)
         return home() / hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -195,8 +195,8 @@ class ExtensionRequest:
     `targets` are comma-separated CMake targets (empty: all for SM121); `sources` is the folder of an unpacked bundle or
     of git checkouts (empty: the network); `arch` is the architecture (empty: that of the stack's image); `python` is an
     interpreter with torch and CUDA (empty: a new environment); `output` is the overlay's folder; `checkout` is a clone
-    of vLLM that is compiled unchanged (empty: the pinned sdist with its queue). `units` are patterns of source files:
-    only these are compiled and audited, nothing is linked, and unavailable repositories are left out.
+    of vLLM that is compiled unchanged (empty: the pinned sdist with our patches applied). `units` are patterns of
+    source files: only these are compiled and audited, nothing is linked, and unavailable repositories are left out.
     """
 
     stack: str
@@ -331,7 +331,11 @@ def _object_of(unit: Unit) -> str:
 
 
 def configure(order: ExtensionOrder) -> None:
-    """Make the build folder if there is none. Raises ProcessError, and CompileError for other architectures."""
+    """Make the build folder if there is none.
+
+    Raises ProcessError, and CompileError if vLLM's CMake files select other architectures than targets.toml expects for
+    `order.arch`.
+    """
     tree = order.folder / "tree"
     order.folder.mkdir(parents=True, exist_ok=True)
     stamp = order.folder / "configured.json"

@@ -79,7 +79,7 @@ def test_the_containers_program_ends_with_the_errors_code(out, stub, monkeypatch
 
 
 def test_the_image_holds_what_the_program_imports():
-    """The image has no Invoke and does not read pins of the package index."""
+    """The image has none of these packages, so the program must not import them."""
     code = (
         "import sys\n"
         "for name in ('invoke', 'tenacity', 'pypi_simple', 'docker'): sys.modules[name] = None\n"

@@ -93,7 +93,7 @@ SERVICES = [(device, service) for device in DEVICES for service in resolve(devic
 
 
 def published(server):
-    """Return host address and port of a service's published port, as a tuple because IPv6 addresses have colons."""
+    """Return ADDRESS:PORT of a service's only published port."""
     (port,) = server["ports"]
     return f"{port['host_ip']}:{port['published']}"
 
@@ -135,7 +135,7 @@ def test_the_server_on_a_spark():
     assert published(server) == "127.0.0.1:8000"
     assert published(resolve("spark", PORT="8001")["services"]["vllm"]) == "127.0.0.1:8001"
     (gpu,) = server["deploy"]["resources"]["reservations"]["devices"]
-    assert (gpu["driver"], gpu["count"]) == ("nvidia", "1")  # Compose reads a digit as a number
+    assert (gpu["driver"], gpu["count"]) == ("nvidia", "1")  # Compose converts a string of digits to a number
     assert server["environment"]["SPARKFORGE_VALIDATE"] == "strict"
     assert server["restart"].startswith("on-failure:")  # a failed validation is not retried forever
     assert int(server["stop_grace_period"].removesuffix("s")) > 45  # --shutdown-timeout of every profile

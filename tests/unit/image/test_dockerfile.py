@@ -50,7 +50,10 @@ def test_each_stack_stands_on_its_base_of_the_pins_and_on_its_device(name, stack
 
 
 def test_only_the_stage_with_debians_packages_runs_programs_of_the_image_that_is_built():
-    """All other stages run on the building machine's platform, so that no compiler is emulated, with the same base."""
+    """All other stages run on the building machine's platform, so that no compiler is emulated.
+
+    Their base image and instructions are the same as the image's own.
+    """
     texts = re.split(r"^(?=FROM )", TEXT, flags=re.MULTILINE)[1:]
     sections = {re.match(r"FROM .* AS (\S+)", text)[1]: text for text in texts}
     parents = stages("Dockerfile")

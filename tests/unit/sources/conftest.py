@@ -7,7 +7,7 @@ import pytest
 
 from sparkforge.pins import Component, Pins, index
 
-# A repository that `up` requests and that no server has.
+# A git dependency that the build of the package `up` downloads; its address has no server.
 DEPENDENCY = {
     "of": "up", "asked_in": "CMakeLists.txt", "dependency": "dep", "repository": "https://127.0.0.1:9/dep.git",
     "tag": "d" * 40, "commit": "d" * 40, "tree": "unknown", "size": "unknown", "licence": "MIT", "needed": True,

@@ -235,16 +235,17 @@ ATTACKS = {
     "wrong bytes": (lambda m: [*m[:-1], (m[-1][0], m[-1][1][:-1] + b"X")], "does not match the index"),
     "longer": (lambda m: [*m[:-1], (m[-1][0], m[-1][1] + b"X")], "does not match the index"),
     "traversal": (lambda m: [*m, (odd("../x"), b"x")], "'../x' is absolute, points outside"),
-    "traversal in the index": (lambda m: [*edit_index(m, **{"../x": FINE}), (odd("../x"), b"x")], "lists '../x'"),
-    "a file that is a folder": (lambda m: edit_index(m, **{"pins.toml/x": FINE}), "lists 'pins.toml/x'"),
-    "the index in the index": (lambda m: edit_index(m, **{"index.json": FINE}), "lists 'index.json'"),
-    "a negative size": (lambda m: edit_index(m, x={"sha256": "0", "size": -1}), "lists 'x'"),
+    "traversal in the index": (lambda m: [*edit_index(m, **{"../x": FINE}), (odd("../x"), b"x")],
+                               r"its index\.json has an entry that is not allowed: '\.\./x'"),
+    "a file that is a folder": (lambda m: edit_index(m, **{"pins.toml/x": FINE}), "not allowed: 'pins.toml/x'"),
+    "the index in the index": (lambda m: edit_index(m, **{"index.json": FINE}), "not allowed: 'index.json'"),
+    "a negative size": (lambda m: edit_index(m, x={"sha256": "0", "size": -1}), "not allowed: 'x'"),
     "another schema": (lambda m: [(m[0][0], b'{"schema": 2, "members": {}}'), *m[1:]], "another schema"),
     "symbolic link": (lambda m: [*m, (odd("pins.toml", tarfile.SYMTYPE), b"")], "symbolic link"),
     "folder": (lambda m: [*m, (odd("files", tarfile.DIRTYPE), b"")], "not in its index"),
     "an endless size": (lambda m: [(m[0][0], b'{"schema": 1, "members": {"x": {"sha256": "0", "size": 1e999}}}')],
                         "cannot be read by this Sparkforge"),
-    "deeper than any of ours": (lambda m: [*edit_index(m, **{DEEP: FINE}), (odd(DEEP), b"x")], "lists 'a/a/"),
+    "deeper than any of ours": (lambda m: [*edit_index(m, **{DEEP: FINE}), (odd(DEEP), b"x")], "not allowed: 'a/a/"),
 }  # fmt: skip
 
 
@@ -255,6 +256,18 @@ def test_an_altered_bundle_is_refused_by_name_and_nothing_is_left(tmp_path, worl
     with pytest.raises(IntegrityError, match=message):
         bundle.unpack(bad, tmp_path / "room/out")
     assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
+
+
+@pytest.mark.parametrize(("kept", "why"), [(0, "it is empty"), (-1, "it is truncated: {} is missing"),
+                                           (-2, "it is truncated: {}, {} are missing")])  # fmt: skip
+def test_a_bundle_without_all_of_its_members_is_refused_with_their_names(tmp_path, world, kept, why):
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        names = tar.getnames()
+    bad = rewrite(tmp_path / "b.tar", tmp_path / "bad.tar", lambda members: members[:kept])
+    with pytest.raises(IntegrityError) as caught:
+        bundle.unpack(bad, tmp_path / "out")
+    assert caught.value.why == f"{why.format(*names[kept:])}; nothing of it was kept"
 
 
 def test_the_hash_of_the_whole_bundle_is_checked_or_its_lack_is_told(tmp_path, world, capfd):

@@ -1,4 +1,4 @@
-"""Shared pieces: the recorded sheets, and a fake interpreter's site-packages."""
+"""Shared fixtures: recorded sheets of facts, and an empty site-packages with an interpreter that sees only it."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def broken() -> dict[str, dict[str, object]]:
 
 @pytest.fixture
 def with_values():
-    """Facts with other values."""
+    """Return a function that returns given facts with some values replaced."""
     return lambda facts, values: {**facts, **{name: Fact(value, "test") for name, value in values.items()}}
 
 

@@ -182,7 +182,8 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
     valid = pair < pairs
     source = pair // TOP_K if TOP_K > 0 else pair
     inside = row < rows
-    # Offsets within one expert's weights and all activations are below 2^31 and take half the registers of pointers.
+    # Offsets within one expert's weights, and within the activations, are below 2^31: as 32-bit numbers they take half
+    # the registers of pointers.
     w_ptr += expert * rows * (columns // 2)
     w_scales_ptr += expert * rows * (columns // 32)
     total = tl.zeros((ROWS, TOKENS), tl.float32)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Rules = tuple[dict[str, Any], ...]
-Pair = tuple[int, int]  # the shapes of both products, numbers of shapes.cuh
+Pair = tuple[int, int]  # the kernel shape of each of the two products, as a number in shapes.cuh
 
 
 class LaidOut(NamedTuple):
-    """A layer in `hopper`'s layout: experts on this device, hidden and intermediate size in whole tiles."""
+    """A layer in `hopper`'s layout: the number of experts on this device, and both sizes padded to whole tiles."""
 
     experts: int
     hidden: int
@@ -23,7 +23,10 @@ _adopted: dict[tuple[str, LaidOut], Rules] = {}
 
 
 def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair | None:
-    """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`; None means one launch."""
+    """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`.
+
+    None means that `hopper.whole_layer` computes the layer.
+    """
     usual = default_shapes(device, pairs, sizes)
     rules = _adopted.get((device, sizes))
     if usual is None or rules is None:
