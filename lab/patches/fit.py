@@ -1,8 +1,8 @@
 """Find where a change applies, for status and rebase. `hunks` tries only the named line; this module, the whole file.
 
 As in `git apply`, a hunk that begins at line 1 stays at the beginning, a hunk that ends without context stays at the
-end, and two hunks never overlap. Unlike git, a hunk that fits in several places is refused, because a choice would be a
-guess.
+end, and two hunks never overlap. Unlike git, this module refuses a hunk that fits in several places, unless one is its
+own line and no earlier hunk was moved: a choice would be a guess.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def fit(change: FileChange, content: bytes | None) -> Fit:
         end = line + len(hunk.before)
     result += lines[end:]
     if change.deletes and result and not misfits:
-        misfits.append(Misfit(change.path, 0, "the patch deletes the file, and upstream's holds more than it knows"))
+        why = "the patch deletes the file, but upstream's has lines that the patch does not remove"
+        misfits.append(Misfit(change.path, 0, why))
     if misfits:
         return Fit(content, tuple(offsets), tuple(misfits))
     return Fit(None if change.deletes else b"".join(result), tuple(offsets))

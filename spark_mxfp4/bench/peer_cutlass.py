@@ -1,7 +1,8 @@
-"""FlashInfer's CUTLASS experts on the same layers: MXFP4 weights, bf16 activations, compute capability 9.0.
+"""Measure FlashInfer's CUTLASS experts on the layers on which measure_experts.py measures our kernel.
 
-Weights are laid out and the kernel is called as by vLLM 0.32.0's backend FLASHINFER_CUTLASS_MXFP4_BF16 on Hopper.
-FlashInfer must be installed, with its module `fused_moe_90` compiled, or with a compiler.
+MXFP4 weights, bf16 activations, compute capability 9.0. Weights are laid out and the kernel is called as by
+vLLM 0.32.0's backend FLASHINFER_CUTLASS_MXFP4_BF16 on Hopper. FlashInfer must be installed, with its module
+`fused_moe_90` compiled, or with a compiler.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _measured(
     plain: ExpertWeights,
     activation: Activation,
 ) -> dict[str, Any]:
-    """Return the row of the tokens of `routes`; `plain` are the last layer's weights as in the checkpoint."""
+    """Return the result for `routes`' number of tokens; `plain` has the last layer's weights in checkpoint layout."""
     number = len(routes[0][0])
     x = _inputs(number, model)
     wide = padded(x)

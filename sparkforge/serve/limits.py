@@ -114,7 +114,7 @@ def read(environment: Mapping[str, str]) -> dict[str, int]:
             raise UsageError(f"{VARIABLE} has no {name[:40]!r}", why, fix)
         if not (number.isascii() and number.isdecimal() and len(number) < 13):
             why = f"{name} is {number[:40]!r}; it must be a whole number, 0 for no bound"
-            raise UsageError(f"{VARIABLE} has no meaning", why, f'{VARIABLE}="{name}={limits[name]}"')
+            raise UsageError(f"{VARIABLE} is invalid", why, f'{VARIABLE}="{name}={limits[name]}"')
         limits[name] = int(number)
     return limits
 

@@ -28,7 +28,8 @@ HF_TOKEN, HF_TOKEN_FILE = "/run/secrets/hf_token", "SPARKFORGE_HF_TOKEN_FILE"  #
 SECONDS = 800.0  # the whole validation: facts 8 s, torch and vLLM 240 s, numerics and layers 180 s each, and a margin
 VLLM_ARGS = "VLLM_ARGS"  # vLLM's flags, quoted as in a shell; not a variable of vLLM's own
 CONTEXT_VARIABLE = "MAX_MODEL_LEN"
-NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variables of the gpt-oss competition → flags
+# Variables whose names the gpt-oss competition defined → vLLM's flags.
+NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}
 # The validator's profile → serve profile and model by default.
 DEFAULTS = {"spark": ("safe", f"/models/{FAMILY.served}"), "embedded": ("embedded", TINY)}
 STACK, SERVE_PROFILE = "SPARKFORGE_STACK", "SPARKFORGE_SERVE_PROFILE"
@@ -60,7 +61,7 @@ class Settings:
 
 
 def one_of(env: Mapping[str, str], variable: str) -> str:
-    """Return the value of a variable of CHOICES, by default its first one. Raises UsageError for another one."""
+    """Return the value of a variable of CHOICES, by default its first choice. Raises UsageError for any other value."""
     values = CHOICES[variable]
     if (value := env.get(variable) or values[0]) not in values:
         why = f"it must be {' or '.join(values)}"
@@ -69,7 +70,7 @@ def one_of(env: Mapping[str, str], variable: str) -> str:
 
 
 def judge(env: Mapping[str, str]) -> None:
-    """Raise UsageError for the first variable whose value is invalid on every device, before anything is made."""
+    """Raise UsageError for the first variable whose value is invalid on every device. Call it before any change."""
     for name in CHOICES:
         one_of(env, name)
     for name, (form, what, example) in FORMS.items():
@@ -79,7 +80,7 @@ def judge(env: Mapping[str, str]) -> None:
         thresholds.configured(env)
     except ValueError as error:  # the server would run without a guard
         fix = f"{thresholds.VARIABLE}=3, or 0 for no guard"
-        raise UsageError(f"{thresholds.VARIABLE} has no meaning", str(error), fix) from error
+        raise UsageError(f"{thresholds.VARIABLE} is invalid", str(error), fix) from error
     limits.read(env)
     for prefix in ("", "SPARKFORGE_"):
         arguments(env, prefix)
@@ -97,7 +98,10 @@ def judge(env: Mapping[str, str]) -> None:
 
 
 def read(env: Mapping[str, str]) -> Settings:
-    """Read the SPARKFORGE_ variables. Raises UsageError for an invalid value, in general or on a CPU."""
+    """Read the SPARKFORGE_ variables.
+
+    Raises UsageError for an invalid value, and for a serve profile that needs a GPU if SPARKFORGE_PROFILE is embedded.
+    """
     judge(env)
     profile, stack = one_of(env, "SPARKFORGE_PROFILE"), env.get(STACK) or ""
     serve_profile, model = DEFAULTS[profile]
@@ -179,7 +183,7 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
         return dict(environment)
     if not _is_count(context):
         fix = "./inv up --context 8192"
-        raise UsageError(f"--context {context[:40]!r} is not a length", "it takes tokens, above 0", fix)
+        raise UsageError(f"--context {context[:40]!r} is not a length", "it must be a number of tokens above 0", fix)
     if (value := flag_value(flags, CONTEXT)) is not None:
         failure = f"--context {context} and {CONTEXT} {value}"
         raise UsageError(failure, "they set the same length", "without --context")
@@ -187,7 +191,10 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
 
 
 def family(model: str) -> str:
-    """Return the family of the checkpoint in a folder; the default one without a folder, or if it is refused later."""
+    """Return the family of the checkpoint in a folder.
+
+    Return the default family if no folder is given, or if its family is unknown; then a later check refuses it.
+    """
     with suppress(InputError, StorageError):
         return local.family_of(paths.typed(model).absolute()) if model else families.default()
     return families.default()

@@ -1,7 +1,8 @@
-"""linux/arm64 on x86-64: the Spark's image, made by this machine's compilers, and a Spark's own thin stages, emulated.
+"""linux/arm64 on x86-64.
 
-The image has one small module of FlashInfer. It is tested in emulation: its packages are imported, and its validator
-judges a Spark's facts. The tests need 20 GB of disk and half an hour.
+The Spark's image is cross-compiled on this machine. The first stages of a build as on a Spark, up to `toolchain`, run
+in emulation. The image has one small module of FlashInfer. It is tested in emulation: its packages are imported, and
+its validator judges a Spark's facts. The tests need 20 GB of disk and half an hour.
 """
 
 import hashlib
@@ -73,7 +74,8 @@ def crossed(engine, gb10_sheet, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cross")
     (folder / "wheels").mkdir()
     pinned, fake = fake_torch(folder / "wheels")
-    text = TEXT.replace(f"FROM {BASE} AS base-cuda", f"FROM {ARM64} AS base-cuda")  # one image of each has no index
+    # The test engine has one base image per architecture and no multi-platform index, so the arm64 image is named.
+    text = TEXT.replace(f"FROM {BASE} AS base-cuda", f"FROM {ARM64} AS base-cuda")
     text = text.replace("ENV UV_LINK_MODE=copy", "ENV UV_LINK_MODE=hardlink UV_NO_CACHE=1")  # half the disk
     copy = "COPY pins.toml trust.tom[l] ./\n"
     text = text.replace(copy, f"{copy}RUN sed -i s/{pinned}/{fake}/ pins.toml\n")
@@ -105,7 +107,7 @@ def test_the_validator_of_the_image_judges_a_sparks_facts(crossed):
 
 @pytest.fixture(scope="module")
 def native(engine, tmp_path_factory):
-    """The output of a Spark's own build, whose builder is emulated here, up to the compiler."""
+    """The output of a build whose builder and target are both arm64, as on a Spark, up to `toolchain`, in emulation."""
     dockerfile = tmp_path_factory.mktemp("arm64") / "Dockerfile"
     dockerfile.write_text(TEXT + LOOK)
     arguments = ["buildx", "build", "--progress=plain", "--platform=linux/arm64", "--target=look"]

@@ -1,7 +1,8 @@
 """The FlashInfer queue of each stack on its real sdist: default and filtered builds.
 
 No GPU and no CUDA compiler is needed: FlashInfer generates the units, and host tools check its C++ as far as possible.
-The submissions' own tests (test_submissions.py) test the names of filters and the number of jobs.
+The names of filters and the number of jobs are tested by the tests that we submit to FlashInfer (test_submissions.py
+runs them).
 """
 
 import hashlib

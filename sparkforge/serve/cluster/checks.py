@@ -43,7 +43,8 @@ CHOSEN_PORT = 47_113
 # Our own bound. A round trip over a Spark's cable takes tens of microseconds, over WiFi milliseconds. Every layer waits
 # for two all-reduces, so 1 ms each would be 72 ms a token of gpt-oss-120b.
 ROUND_TRIP_SECONDS = 1e-3
-# Marlin needs a multiple of this many columns; half of gpt-oss's LM head has others (eugr/spark-vllm-docker issue 136).
+# Marlin needs a multiple of this many columns. Half of gpt-oss's LM head has 100,544 columns, which is not a multiple
+# (eugr/spark-vllm-docker issue 136).
 MARLIN_TILE = 128
 
 
@@ -88,7 +89,7 @@ GPUS = ("gpus",)  # a check that needs them is skipped on a device without them
 
 def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
     """Return the finding of every check."""
-    reason = f"the device {cluster.config.device} has none"
+    reason = f"the device {cluster.config.device} has no GPUs"
     skips = not cluster.config.has_gpus
     findings = [skipped(check, reason) if skips and check.needs else evaluate(check, cluster) for check in CHECKS]
     return [replace(f, required=False, fix="") if f.status is Status.SKIPPED else f for f in findings]
@@ -158,7 +159,7 @@ def _control_network(cluster: ClusterFacts) -> CheckResult:
     return judged(len(subnets) == 1, f"{len(subnets)} subnets: {', '.join(map(str, sorted(subnets)))}")
 
 
-@CHECKS.add(needs=GPUS, fix="ibdev2netdev   # then hcas in cluster.toml")
+@CHECKS.add(needs=GPUS, fix="ibdev2netdev   # then name the active devices in hcas of cluster.toml")
 def _rdma(cluster: ClusterFacts) -> CheckResult:
     """Every RDMA device that cluster.toml names exists and is active."""
     problems = []

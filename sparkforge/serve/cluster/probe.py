@@ -4,7 +4,8 @@ It runs with the node's Python, 3.9 or newer, as the user of the ssh login, and 
 fact that cannot be read is null, and `errors` has the reason.
 
 The argument is a JSON object with a `mode`:
-  facts   all facts; `ports` are tried, `model` is a folder whose files are hashed, `image` is a Docker image's name
+  facts   all facts, including which of `ports` are in use on this node; `model` is a folder whose files are hashed,
+          `image` is a Docker image's name
   listen  answer on `address` and `ports` for `duration` seconds, over TCP and UDP
   reach   connect from `source` to `address` and each of `ports`, send small UDP packets there and back, and one of
           `mtu` bytes unfragmented
@@ -158,10 +159,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def listen(options: dict[str, Any]) -> dict[str, Any]:
-    """Answer connections and packets for `duration` seconds at most, or until a packet of another size."""
+    """Answer connections and packets for at most `duration` seconds, or until a packet does not have ECHO_BYTES."""
     opened: list[socket.socket] = []
     for port in options["ports"]:
-        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # a peer that gets a connection sends packets next
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # UDP first: once connected, a peer sends packets
             server = socket.socket(socket.AF_INET, kind)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -1,4 +1,4 @@
-"""`./inv test` and `./inv check`: the programs that they start, and the errors of failures."""
+"""`./inv test` and `./inv check`: the programs that they start, and the errors if one fails."""
 
 import sys
 

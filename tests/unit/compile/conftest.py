@@ -65,7 +65,10 @@ def make_module(base, name, header, version=VERSION):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Compile three modules once; return their base folder, named in ninja's files, its copy, the modules' folders."""
+    """Compile three modules once.
+
+    Return their base folder (ninja's files contain its path), a copy of it, and the modules' folders by name.
+    """
     base = tmp_path_factory.mktemp("compiled") / "base"
     base.mkdir()
     folders = {name: make_module(base, name, header) for name, header in

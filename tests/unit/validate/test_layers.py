@@ -1,4 +1,7 @@
-"""The check `layers` detects wrong parts of a model. Here, the reference computes the parts, in bfloat16."""
+"""The check `layers` detects wrong parts of a model.
+
+In these tests no engine runs: the check's own reference, rounded to bfloat16, supplies an engine's values.
+"""
 
 import pytest
 import torch
@@ -16,7 +19,10 @@ def weights():
 
 @pytest.fixture(scope="module", params=[None, child.PROMPT + child.STEPS], ids=["vllm", "fused"])
 def rotation(request):
-    """None for vLLM's attention; cosines and sines for spark_mxfp4's attention, whose router returns routes."""
+    """None for vLLM's layers; cosines and sines for spark_mxfp4's.
+
+    The attention of spark_mxfp4's layers rotates, and their router returns routes instead of logits.
+    """
     angles = torch.arange(request.param or 0)[:, None] * torch.logspace(0, -3, child.HEAD_DIM // 2)
     return torch.cat([angles.cos(), angles.sin()], dim=-1) if request.param else None
 

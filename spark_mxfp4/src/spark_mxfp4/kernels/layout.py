@@ -5,7 +5,8 @@ one for each step of the matrix instruction. A word's eight nibbles are the A fr
 PTX ISA): rows l/4 and l/4 + 8 of its warp's 16, positions p = 2(l%4), p + 1, p + 8 and p + 9. The columns may have any
 order that the activations share. Lanes with l%4 below 2 get columns 0-31 of the chunk and the others 32-63, so
 that a lane needs one scale a row. Bits are ordered so that few shifts and masks move them to the sign, exponent and
-mantissa of bf16. The last 128 bytes are scales: for each warp, l/4 and half of the columns, the scales of both rows.
+mantissa of bf16. The last 128 bytes are scales, ordered by warp, l/4, half of the columns (first or second 32), and row
+(l/4 or l/4 + 8).
 
 Gate and up rows, interleaved in gpt-oss, become alternating groups of eight gates and their eight ups, so that a thread
 holds both.
@@ -24,12 +25,13 @@ ROWS = COLUMNS = 64
 VALUE_BYTES = ROWS * COLUMNS // 2
 SCALE_BYTES = ROWS * COLUMNS // BLOCK
 CHUNK_BYTES = VALUE_BYTES + SCALE_BYTES
-# The bits of sign, exponent (two) and mantissa of a word's four pairs, in the low half. expand_word in format.cuh reads
-# the same bits.
+# For each of a word's four pairs of nibbles, the bits of the first nibble's sign, exponent (two) and mantissa, in the
+# word's low half. The second nibble's are 16 higher. expand_word in format.cuh reads the same bits.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
-BATCHES = 64  # per layer: a batch occupies a GPU, and its temporary tensors are a twentieth of the layer
+BATCHES = 64  # of a layer: each keeps a GPU busy, and its temporary tensors need a twentieth of the layer's memory
 FACTOR_BIAS = 126  # a scale byte s is stored as s + 126, the exponent of bf16's 2^(s - 1)
-WIDEST = 128  # above this bf16 cannot hold 2^(s - 1); at 128 weights are up to 12
+# The largest scale byte s: above it bf16 cannot hold 2^(s - 1). With s = 128, a scale of 2, a weight is at most 12.
+WIDEST = 128
 
 
 def pack(weights: ExpertWeights) -> ExpertWeights:
@@ -101,14 +103,16 @@ def unpack_projection(packed: Projection, rows: int, columns: int, *, paired: bo
 
 
 def _tiles(rows: int, *, paired: bool) -> int:
-    """Return the number of row tiles: even if `paired`, because two tiles make one chunk of the next product."""
+    """Return the number of row tiles; with `paired` an even one, because two make one chunk of the next product."""
     return -(-rows // (2 * ROWS)) * 2 if paired else -(-rows // ROWS)
 
 
 def _row_order(rows: int, tiles: int, *, paired: bool) -> torch.Tensor:
     """Return the source row of each row of the layout; the index `rows`, one past the last, means padding."""
     order = torch.arange(tiles * ROWS)
-    if paired:  # a warp's eight features are one vector of format.cuh's order of columns
+    if paired:
+        # A warp's 16 rows are eight gates and their eight ups, which give eight outputs. These are one 16-byte vector
+        # of the next product's input, in the order of columns that format.cuh (pair_at) explains.
         # [chunk; tile and warp: v/2, v%2; gate or up; half, pair, column]
         # from [chunk; half, v/2, pair, v%2, column; gate or up]
         order = order.view(-1, 2, 4, 2, 2, 2, 2).permute(0, 2, 4, 6, 1, 3, 5).reshape(-1)

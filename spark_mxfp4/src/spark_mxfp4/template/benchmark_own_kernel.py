@@ -1,7 +1,7 @@
 """Time `own_kernel` and this library's kernel: `python benchmark_own_kernel.py`, on the GPU if there is one.
 
-A row is one layer with the tokens of one step. Weights and routing are random. Small sizes are the default on a CPU;
-`--hidden 2880 --intermediate 2880 --experts 128` are gpt-oss-120b's.
+A row is one layer with the tokens of one step. Weights and routing are random. The default sizes suit a CPU.
+For those of gpt-oss-120b give `--hidden 2880 --intermediate 2880 --experts 128`.
 """
 
 import argparse
