@@ -283,7 +283,7 @@ class _Reader:
         self.latest: deque[Line | None] = deque(maxlen=2)  # the last two lines parsed, None if not kept
 
     def read(self, number: int, raw: bytes) -> None:
-        """Take the next line of the log; it is divided at each carriage return, which progress bars print."""
+        """Take the next line of the log. Carriage returns, which progress bars print, divide the line."""
         raw = raw.replace(b"\0", b"").removeprefix(codecs.BOM_UTF16_LE).removeprefix(codecs.BOM_UTF8)
         for part in raw.rstrip(b"\r\n").split(b"\r"):
             self._read(number, COLOUR.sub(b"", unwrap(part)))

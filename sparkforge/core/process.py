@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import psutil
 
@@ -27,21 +27,23 @@ REAP_SECONDS = 0.2  # for a killed probe; a probe that is stuck in the kernel is
 LONGEST_OUTPUT = 16 << 20  # bytes of a probe's output that are read
 
 
-def run(
-    command: Sequence[str | Path],
-    *,
-    cwd: Path | None = None,
-    env: Mapping[str, str | None] | None = None,
-    stdin: str | None = None,
-    fix: str = "",
-    seconds: float | None = None,
-) -> subprocess.CompletedProcess[str]:
+class RunOptions(TypedDict, total=False):
+    """The keywords of `run`; `run_unchecked` documents them."""
+
+    cwd: Path | None
+    env: Mapping[str, str | None] | None
+    stdin: str | None
+    fix: str
+    seconds: float | None
+
+
+def run(command: Sequence[str | Path], **options: Unpack[RunOptions]) -> subprocess.CompletedProcess[str]:
     """Run `command` as `run_unchecked` does; raise ProcessError, with its last lines, if its exit code is not 0."""
-    result = run_unchecked(command, cwd=cwd, env=env, stdin=stdin, fix=fix, seconds=seconds)
+    result = run_unchecked(command, **options)
     if result.returncode:
         tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-TAIL_LINES:]) or "it printed nothing"
-        failure, fix = f"{Path(command[0]).name} ended with code {result.returncode}", fix or _by_hand(command)
-        raise ProcessError(failure, tail, fix, code="process.failed")
+        failure = f"{Path(command[0]).name} ended with code {result.returncode}"
+        raise ProcessError(failure, tail, options.get("fix") or _by_hand(command), code="process.failed")
     return result
 
 

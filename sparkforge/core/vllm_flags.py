@@ -128,7 +128,7 @@ def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def passable(flags: Sequence[str], *, relative_to: str | None) -> tuple[str, ...]:
-    """Return a user's flags as vLLM gets them. Raises UsageError for one that breaks a setting of `./inv up`.
+    """Return a user's flags as vLLM gets them. Raises UsageError for a flag that breaks a setting of `./inv up`.
 
     A value that begins with ./, ../ or ~/ is a path. It is made absolute from the folder `relative_to`, since vLLM runs
     in another folder; None, for a container with its own files, leaves it as it is.
